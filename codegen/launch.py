@@ -1,0 +1,49 @@
+"""The two calls behind `flashfx::attention` and `flashfx::attention_backward`: pick the schedule, run it.
+
+CUDA tensors run through generated Triton kernels. Tensors elsewhere, and float64 anywhere, run through the tiled pure-torch
+schedule; with Triton's interpreter switched on (TRITON_INTERPRET=1), CPU tensors run through the generated kernels too.
+Triton is imported only when a kernel is needed.
+"""
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from ..spec import AttentionSpec
+from . import torch_tiled
+from ..compat import interpreting
+
+
+def uses_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Do these operands run through generated Triton kernels?"""
+    if torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return False
+    return q.is_cuda or (q.device.type == "cpu" and interpreting())
+
+
+def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, sizes: Sequence[int]):
+    """(out, lse) of one attention site.
+
+    q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; leading extents follow `spec.axes`, 1 where an operand does not
+    vary. sizes = extents of the axes, then `spec.sizes`. seed: one int64 element on the device when `spec.dropout`.
+    out (*extents, M, Dv) in v's dtype with the strides of `layout.output_strides`; lse (*extents, M), float32 (float64 for
+    float64), natural logarithm, with empty rows marked as `torch_tiled` says. With N = 0 the output is 0, as a sum over
+    nothing is in eager PyTorch. Raises PlanError if no tile fits the device.
+    """
+    if uses_triton(q, k, v):
+        from .triton_host import run_forward
+        return run_forward(spec, q, k, v, aux, seed, sizes)
+    return torch_tiled.forward(spec, q, k, v, aux, seed, sizes)
+
+
+def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, out, lse,
+             sizes: Sequence[int], needs: Sequence[bool]) -> list[torch.Tensor]:
+    """Gradients of (q, k, v, *aux), each of its operand's shape and dtype, contiguous; an empty tensor where `needs` is False.
+
+    Deterministic. `out` and `lse` are forward's results; grad_out has out's shape and any strides.
+    """
+    if uses_triton(q, k, v):
+        from .triton_host import run_backward
+        return run_backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs)
+    return torch_tiled.backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs)

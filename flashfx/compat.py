@@ -1,0 +1,44 @@
+"""Everything that differs between releases of PyTorch and Triton, and what is wrong in some of them."""
+from __future__ import annotations
+
+import functools
+import os
+
+
+def interpreting() -> bool:
+    """Is Triton's interpreter switched on? Read without importing Triton, as Triton reads it at import."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def repair_interpreter() -> None:
+    """Make Triton's interpreter (3.6, 3.7) compute bfloat16 as a GPU does.
+
+    There bfloat16 is held as uint16: `tl.dot` multiplies the bit patterns as integers, and float32 -> bfloat16 truncates
+    instead of rounding to nearest even. With both repaired, the text that tests run is the text that GPUs run.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original_cast = InterpreterBuilder.cast_impl
+
+    def widen(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle.data.astype(np.float32)
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+    def cast_impl(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == tl.float32 and target == tl.bfloat16:
+            bits = np.ascontiguousarray(src.data, dtype=np.float32).view(np.uint32).astype(np.uint64)
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            quiet = ((bits >> 16) | 0x40).astype(np.uint16)
+            return TensorHandle(np.where(np.isnan(src.data), quiet, rounded), target)
+        return original_cast(self, src, dst_type)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        return TensorHandle(np.matmul(widen(a), widen(b), dtype=np.float32) + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_dot = create_dot
