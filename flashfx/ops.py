@@ -120,9 +120,9 @@ _ROWS = (
     Op("where", 3, ("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar"), torch.where,
        "tl.where({x}, {y}, {z})", None, (None, "where(x, 1.0, 0.0)", "where(x, 0.0, 1.0)")),
     # kinds
-    Op("to_float", 1, (), lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), "({x}).to(tl.float32)", float, (None,),
+    Op("to_float", 1, (), lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), "tl.cast({x}, tl.float32)", float, (None,),
        "float", "free"),
-    Op("to_int", 1, (), lambda x: x.to(torch.int64), "({x}).to(tl.int32)", _guard(int), (None,), "int", "free"),
+    Op("to_int", 1, (), lambda x: x.to(torch.int64), "tl.cast({x}, tl.int32)", _guard(int), (None,), "int", "free"),
     Op("to_bool", 1, (), lambda x: x != 0, "({x} != 0)", bool, (None,), "bool", "free"),
 )
 

@@ -1,0 +1,114 @@
+"""The torch.compile backend: rewrite the Dynamo graph, then let Inductor (or `inner`) compile it.
+
+The rewrite runs on the pre-grad graph, before AOTAutograd, so one rule serves training and inference and every cache below
+us keys on the rewritten graph. What that key cannot see, our own source and options, enters it through the uuid of the
+joint pass.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from .options import Options, split
+from .region import Region
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of every source file of the package: changed code must miss every compile cache."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in (here, here / "passes", here / "codegen") for p in folder.rglob("*.py")):
+        digest.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class KeepSeeds:
+    """Joint-graph pass: a dropout seed drawn in forward is saved for backward, never drawn again.
+
+    With `activation_memory_budget < 1` the partitioner would recompute it and backward would drop other weights.
+    """
+
+    def __init__(self, options: Options, then=None):
+        self.options, self.then = options, then
+
+    def __call__(self, graph: fx.Graph) -> None:
+        from torch.utils.checkpoint import CheckpointPolicy
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is torch.ops.flashfx.attention.default and node.args[4] is not None:
+                node.args[4].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if self.then is not None:
+            self.then(graph)
+
+    def uuid(self):
+        theirs = self.then.uuid() if self.then is not None else ""
+        return None if theirs is None else ("flashfx", source_hash(), repr(self.options), theirs)
+
+
+def _joint_pass(options: Options, theirs):
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    kind = type("FlashFXKeepSeeds", (KeepSeeds, CustomGraphPass), {})
+    return kind(options, theirs)
+
+
+def flashfx(gm: fx.GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None):
+    """Backend entry point (group `torch_dynamo_backends`): `torch.compile(model, backend="flashfx", mode=…, options=…)`.
+
+    Options are those of `flashfx.options.Options`; Inductor's own are passed through. Raises OptionError.
+    """
+    chosen, patches = split(options, mode)
+    return compile_rewritten(gm, example_inputs, chosen, patches)[0]
+
+
+def _reset() -> None:
+    from torch._dynamo.backends.inductor import inductor
+    reset = getattr(inductor, "reset", None)
+    if reset is not None:
+        reset()
+
+
+flashfx.reset = _reset
+
+
+def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patches: dict):
+    """(callable, Regions)."""
+    from . import op  # registers flashfx::attention, which cached artifacts call too
+    regions: list[Region] = []
+    if not options.disable:
+        regions = rewrite_graph(gm, options)
+    if options.inner == "eager":
+        return gm.forward, regions
+    if options.inner == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+        return aot_eager(gm, example_inputs), regions
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    patches = dict(patches)
+    theirs = patches.get("joint_custom_post_pass", config.joint_custom_post_pass)
+    patches["joint_custom_post_pass"] = _joint_pass(replace(options, dump=None), theirs)
+    return compile_fx(gm, example_inputs, config_patches=patches), regions
+
+
+def rewrite_graph(gm: fx.GraphModule, options: Options) -> list[Region]:
+    """Rewrite `gm` in place under `options`; dumps and verifies if asked to."""
+    from torch._functorch import config as functorch_config
+    from .passes.pipeline import rewrite
+    from . import op
+    before = gm.print_readable(print_output=False) if options.dump else ""
+    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify)
+    fused = sum(r.fused for r in regions)
+    if regions:
+        log.info("%d attention sites, %d fused, %d left alone", len(regions), fused, len(regions) - fused)
+    if options.dump:
+        from .dump import dump
+        dump(Path(options.dump), before, gm, regions, os.getpid())
+    return regions

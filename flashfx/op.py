@@ -1,0 +1,87 @@
+"""The op pair that the rewritten graph calls. It carries its whole meaning in its arguments: no registry, no id.
+
+    flashfx::attention(q, k, v, aux, seed, sizes, spec) -> (out, lse)
+    flashfx::attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs) -> gradients of q, k, v, *aux
+
+q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; the leading dims follow the axes of `spec` (the text of an
+`AttentionSpec`), with extent 1 where the operand does not vary. `aux` are the captured tensors, `seed` one int64 when the
+spec has dropout, `sizes` the values of the spec's named sizes.
+"""
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from .codegen.layout import output_strides
+from .errors import FlashFXError
+from .spec import AttentionSpec
+
+_library = torch.library.Library("flashfx", "DEF")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] sizes, str spec) -> (Tensor, Tensor)")
+_library.define("attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, Tensor out, "
+                "Tensor lse, SymInt[] sizes, str spec, bool[] needs) -> Tensor[]")
+
+
+def _extents(spec: AttentionSpec, q, k, v) -> list:
+    """The extent of each batch axis, from an operand that varies along it."""
+    out = []
+    for d, axis in enumerate(spec.axes):
+        owner = q if axis in spec.q else k if axis in spec.k else v
+        out.append(owner.shape[d])
+    return out
+
+
+def _attention(q, k, v, aux, seed, sizes, spec):
+    from .codegen.launch import forward
+    parsed = AttentionSpec.parse(spec)
+    return forward(parsed, q, k, v, aux, seed, [*_extents(parsed, q, k, v), *sizes])
+
+
+def _attention_backward(grad_out, q, k, v, aux, seed, out, lse, sizes, spec, needs):
+    from .codegen.launch import backward
+    parsed = AttentionSpec.parse(spec)
+    return backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(parsed, q, k, v), *sizes], needs)
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("flashfx::attention", lib=_library)
+def _attention_fake(q, k, v, aux, seed, sizes, spec):
+    extents, M, Dv = _extents(AttentionSpec.parse(spec), q, k, v), q.shape[-2], v.shape[-1]
+    out = v.new_empty_strided((*extents, M, Dv), output_strides(extents, M, Dv))
+    lse_dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    return out, q.new_empty((*extents, M), dtype=lse_dtype)
+
+
+@torch.library.register_fake("flashfx::attention_backward", lib=_library)
+def _attention_backward_fake(grad_out, q, k, v, aux, seed, out, lse, sizes, spec, needs):
+    return [t.new_empty(t.shape if need else (0,)) for t, need in zip((q, k, v, *aux), needs)]
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, aux, seed, sizes, spec = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, seed, out, lse, *aux)
+    ctx.sizes, ctx.spec = sizes, spec
+
+
+def _gradients(ctx, grad_out, grad_lse):
+    q, k, v, seed, out, lse, *aux = ctx.saved_tensors
+    if grad_out.requires_grad:
+        raise FlashFXError("flashfx::attention has no second derivative: compute it with options={'disable': True}")
+    wanted = ctx.needs_input_grad
+    wants_aux = wanted[3] if isinstance(wanted[3], (list, tuple)) else [bool(wanted[3])] * len(aux)
+    needs = [bool(w) for w in wanted[:3]] + [bool(w) and t.is_floating_point() for w, t in zip(wants_aux, aux)]
+    grads = torch.ops.flashfx.attention_backward(grad_out, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs)
+    given = [g if need else None for g, need in zip(grads, needs)]  # the tree of the inputs, lists included
+    return given[0], given[1], given[2], given[3:], None, [None] * len(ctx.sizes), None
+
+
+torch.library.register_autograd("flashfx::attention", _gradients, setup_context=_setup, lib=_library)
+
+sac_save_ops = [torch.ops.flashfx.attention.default]
+"""For selective activation checkpointing policies: the op that replaces the aten SDPA ops in a save list."""

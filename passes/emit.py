@@ -1,0 +1,172 @@
+"""Write values back into a Dynamo graph: reuse the node that holds a value, or emit the ATen call that makes it."""
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+from torch import fx
+
+from .find import PRODUCTS
+from .index import Affine, NotAffine, Size, SplitAxis, product, same, size
+from .lift import Refused
+from .normalise import DROPOUT, SDPA
+from .operands import Operand, radix
+from .pull import RANDOM
+from .values import Value, ValueGraph
+from .views import VIEWS, step_through
+
+_FREE_VIEWS = {"view.default", "_unsafe_view.default", "_reshape_alias.default"}
+
+
+class Emitter:
+    """Emits in front of Dynamo node `before`, which disappears: its own values may be emitted whatever they cost."""
+
+    def __init__(self, gm: fx.GraphModule, vg: ValueGraph, before: fx.Node):
+        self.gm, self.vg, self.before = gm, vg, before
+        self.step = vg.steps[before]
+        self.nodes: dict[Value, fx.Node] = {}
+        self.calls: dict[tuple, fx.Node] = {}
+
+    # ------------------------------------------------------------------ nodes
+    def call(self, target, *args, **kwargs) -> fx.Node:
+        with self.gm.graph.inserting_before(self.before):
+            node = self.gm.graph.call_function(target, args, kwargs)
+        return self._described(node)
+
+    def method(self, name: str, *args) -> fx.Node:
+        with self.gm.graph.inserting_before(self.before):
+            node = self.gm.graph.call_method(name, args)
+        return self._described(node)
+
+    def _described(self, node: fx.Node) -> fx.Node:
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self.before.meta:
+                node.meta[key] = self.before.meta[key]
+        return node
+
+    # ------------------------------------------------------------------ sizes
+    def size(self, s: Size):
+        """An int, or a node that yields the symbolic size."""
+        if isinstance(s, int):
+            return s
+        for node, step in self.vg.steps.items():
+            example = node.meta.get("example_value")
+            if step < self.step and isinstance(example, torch.SymInt) and same(size(example), s):
+                return node
+        for node in self.vg.steps:
+            held = self.vg.held(node, self.step) if self.vg.steps[node] < self.step else None
+            if held is not None:
+                for d, extent in enumerate(held.shape):
+                    if not isinstance(size(extent), int) and same(size(extent), s):
+                        return self.method("size", node, d)
+        if isinstance(s, (sympy.Add, sympy.Mul)):
+            parts = [self.size(size(a)) for a in s.args]
+            fold = operator.add if isinstance(s, sympy.Add) else operator.mul
+            out = parts[0]
+            for p in parts[1:]:
+                out = self.call(fold, out, p)
+            return out
+        raise Refused(f"no node of the graph holds the size {s}")
+
+    # ------------------------------------------------------------------ values
+    def holder(self, v: Value) -> fx.Node | None:
+        """A Dynamo node in front of us that holds `v` now."""
+        for node in self.vg.holders(v):
+            if self.vg.steps[node] < self.step and self.vg.held(node, self.step) is v:
+                return node
+        return None
+
+    def can(self, v: Value) -> bool:
+        """Held, or cheap to make again from what is held: views, casts, pointwise ops."""
+        if v in self.nodes or self.holder(v) is not None:
+            return True
+        if v.op is None:
+            return False
+        dear = v.name in PRODUCTS or v.op in (DROPOUT, SDPA) or RANDOM in v.op.tags or "convolution" in v.name
+        if dear and v.owner is not self.before:
+            return False
+        return all(self.can(x) for x in v.inputs)
+
+    def value(self, v: Value) -> fx.Node:
+        """A node that holds `v`. Raises `Refused` where that needs a value that was changed in place."""
+        if v not in self.nodes:
+            found = self.holder(v)
+            self.nodes[v] = found if found is not None else self._make(v)
+        return self.nodes[v]
+
+    def _make(self, v: Value) -> fx.Node:
+        if not self.can(v):
+            raise Refused("a tensor that the attention reads is changed in place before it ends", v,
+                          "move the in-place change behind the attention, or make it out of place")
+        inputs = {x: self.value(x) for x in v.inputs}
+        convert = lambda a: inputs[a] if isinstance(a, Value) else self.size(size(a)) if isinstance(a, torch.SymInt) else a
+        args, kwargs = torch.utils._pytree.tree_map_only((Value, torch.SymInt), convert, (v.args, v.kwargs))
+        if v.op is DROPOUT:
+            return self.call(torch.nn.functional.dropout, args[0], args[1], True)
+        if v.op is SDPA:
+            q, k, val, mask, p, causal, scale, gqa = args
+            return self.call(torch.nn.functional.scaled_dot_product_attention, q, k, val, attn_mask=mask, dropout_p=p,
+                             is_causal=causal, scale=scale, enable_gqa=gqa)
+        if v.name in _FREE_VIEWS:  # the input's strides may now be others
+            return self.call(torch.ops.aten.reshape.default, *args)
+        if len(v.op._schema.returns) == 1 and not str(v.op._schema.returns[0].type).startswith("List"):
+            return self.call(v.op, *args, **kwargs)
+        key = (v.op, str(v.args), str(v.kwargs))
+        if key not in self.calls:
+            self.calls[key] = self.call(v.op, *args, **kwargs)
+        return self.call(operator.getitem, self.calls[key], v.out)
+
+    def operand(self, candidates: list[Operand]) -> tuple[fx.Node, Operand]:
+        """The farthest source that a node holds; else the nearest one, emitted."""
+        chosen = next((o for o in candidates if self.holder(o.value) is not None or o.value in self.nodes), None)
+        if chosen is None:
+            chosen = next((o for o in reversed(candidates) if self.can(o.value)), candidates[-1])
+        node = self.value(chosen.value)
+        for name, *args in chosen.steps:
+            args = [tuple(self.size(a) for a in arg) if isinstance(arg, tuple) else self.size(arg) for arg in args]
+            node = self.method(name, node, *args)
+        return node, chosen
+
+    # ------------------------------------------------------------------ results
+    def result(self, node: fx.Node, dims: list[str], out_dims: list[list[str]], extents: dict[str, Size]) -> fx.Node:
+        """before -> after: a tensor with one dim per axis (`dims`) -> dims `out_dims`, each a product of axes ([]: extent 1)."""
+        flat = [n for group in out_dims for n in group]
+        if flat != dims:
+            node = self.method("permute", node, tuple(dims.index(n) for n in flat))
+        at = 0
+        for group in out_dims:
+            if not group:
+                node = self.method("unsqueeze", node, at)
+            elif len(group) > 1:
+                node = self.method("flatten", node, at, at + len(group) - 1)
+            at += 1
+        return node
+
+
+def follow_views(target: Value, source: Value, out_dims: list[list[str]], extents: dict[str, Size]) -> list[list[str]] | None:
+    """The axes of each dim of `target`, a chain of views of `source` whose dims are `out_dims`; None if it is no such thing."""
+    own = {f"t{d}": size(s) for d, s in enumerate(target.shape)}
+    v, index = target, tuple(Affine.axis(f"t{d}") if not same(s, 1) else Affine() for d, s in enumerate(own.values()))
+    try:
+        while v is not source:
+            through = step_through(v, index, own) if v.name in VIEWS else None
+            if through is None:
+                return None
+            v, index = through
+    except (NotAffine, SplitAxis):
+        return None
+    result: dict[str, list[str]] = {name: [] for name in own}
+    for a, axes in zip(index, out_dims):
+        axes = [n for n in axes if not same(extents[n], 1)]
+        order = radix(a, own) if a.constant == 0 else None
+        if order is None:
+            return None
+        for name in order:
+            while axes and not same(product([extents[n] for n in result[name]]), own[name]):
+                result[name].append(axes.pop(0))
+            if not same(product([extents[n] for n in result[name]]), own[name]):
+                return None
+        if axes:
+            return None
+    return list(result.values())

@@ -1,0 +1,107 @@
+"""find: ValueGraph -> candidate sites: a softmax between two matrix products, and every scaled_dot_product_attention call."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashfx.ops import BY_ATEN
+
+from .pull import _RULES as COMPUTED
+from .values import Value, ValueGraph
+from .views import VIEWS
+
+PRODUCTS = {"bmm.default": (0, 1), "mm.default": (0, 1), "baddbmm.default": (1, 2), "addmm.default": (1, 2)}
+CASTS = {"_to_copy.default"}
+DROPOUTS = {"dropout.default"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """`out` is the second product or the SDPA call; `weights` the softmax result (None for SDPA), operand `side` of `out`."""
+
+    out: Value
+    weights: Value | None = None
+    side: int = 0
+
+
+def softmax_of(v: Value) -> tuple[Value, int] | None:
+    """(scores, dim) if `v` is a softmax, in PyTorch's spelling or written out as exp over its sum."""
+    if v.name in ("_softmax.default", "_safe_softmax.default", "softmax.int"):
+        return v.args[0], v.args[1] % max(len(v.shape), 1)
+    if v.name == "exp.default" and v.args[0].name == "_log_softmax.default":
+        return v.args[0].args[0], v.args[0].args[1] % len(v.shape)
+    if v.name == "div.Tensor" and isinstance(v.args[1], Value):
+        top, bottom = _same_values(v.args[0]), v.args[1]
+        while bottom.name in ("expand.default", "_to_copy.default"):
+            bottom = bottom.args[0]
+        if top.name == "exp.default" and bottom.name == "sum.dim_IntList" and _same_values(bottom.args[0]) is top \
+                and bottom.argument(2, "keepdim", False) and len(bottom.args[1]) == 1:
+            dim = bottom.args[1][0] % len(v.shape)
+            return _unshifted(top.args[0], dim), dim
+    return None
+
+
+def _same_values(v: Value) -> Value:
+    while v.name in ("clone.default", "alias.default", "detach.default", "_to_copy.default"):
+        v = v.args[0]
+    return v
+
+
+def _unshifted(v: Value, dim: int) -> Value:
+    """before -> after: x - amax(x, dim, keepdim=True) -> x, to which softmax is blind."""
+    if v.name == "sub.Tensor" and isinstance(v.args[1], Value):
+        peak = v.args[1]
+        while peak.name in ("detach.default", "expand.default", "alias.default"):
+            peak = peak.args[0]
+        of_max = peak.name in ("amax.default", "max.dim") and peak.out == 0
+        if of_max and _same_values(peak.args[0]) is _same_values(v.args[0]) and peak.argument(2, "keepdim", False):
+            dims = peak.args[1] if isinstance(peak.args[1], (list, tuple)) else [peak.args[1]]
+            if [d % len(v.shape) for d in dims] == [dim]:
+                return v.args[0]
+    return v
+
+
+def _carries(v: Value) -> bool:
+    """Does `v` hand its inputs' elements on, one by one?"""
+    return v.name in VIEWS or v.name in BY_ATEN or v.name in CASTS or v.name in DROPOUTS or (v.name in COMPUTED and v.name not in PRODUCTS)
+
+
+def _has_product_above(v: Value) -> bool:
+    seen, todo = set(), [v]
+    while todo:
+        x = todo.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x.name in PRODUCTS:
+            return True
+        if _carries(x):
+            todo.extend(x.inputs)
+    return False
+
+
+def _products_below(vg: ValueGraph, v: Value) -> list[tuple[Value, int]]:
+    found, seen, todo = [], set(), [v]
+    while todo:
+        x = todo.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        for user in vg.users()[x]:
+            if user.name in PRODUCTS:
+                for side, position in enumerate(PRODUCTS[user.name]):
+                    if user.args[position] is x:
+                        found.append((user, side))
+            elif _carries(user) and softmax_of(user) is None:
+                todo.append(user)
+    return sorted(set(found), key=lambda f: (f[0].number, f[1]))
+
+
+def find(vg: ValueGraph) -> list[Site]:
+    """Every site, in the order of its output."""
+    sites = []
+    for v in vg.values:
+        if v.name == "sdpa.default":
+            sites.append(Site(v))
+        elif (soft := softmax_of(v)) is not None and _has_product_above(soft[0]):
+            sites.extend(Site(out, v, side) for out, side in _products_below(vg, v))
+    return sorted(sites, key=lambda s: s.out.number)

@@ -1,0 +1,213 @@
+"""Take the masks out of a score: what remains is arithmetic on visible scores, a condition, and what hidden rows yield.
+
+A mask is whatever drives a score to a huge negative number: `where(c, s, K)`, `s + where(c, 0, K)`, products and sums of
+these. Where a key is visible the masked score *is* the remaining score; where it is hidden its weight is exactly zero
+unless the whole row is hidden, which `EmptyRow` records.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flashfx.expr import FALSE, FLOAT, INT, QK, TRUE, Call, Const, Expr, Var, call, conjunction
+from flashfx.spec import HIDING_FILL, EmptyRow
+
+from .index import Affine, at_least
+from .pull import Puller
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Where `visible` is false the score was given `value`, by addition or by replacement."""
+
+    visible: Expr
+    value: float
+    added: bool
+
+
+@dataclass(frozen=True)
+class Masked:
+    score: Expr
+    fills: tuple[Fill, ...] = ()
+
+    def map(self, fn, scale: float = 1.0) -> Masked | None:
+        """The masked score under score -> fn(score), value -> scale * value; None if a fill no longer hides."""
+        fills = tuple(Fill(f.visible, f.value * scale, f.added) for f in self.fills)
+        return Masked(fn(self.score), fills) if all(f.value <= HIDING_FILL for f in fills) else None
+
+
+def _hides(e: Expr) -> bool:
+    return isinstance(e, Const) and e.kind == FLOAT and e.value <= HIDING_FILL
+
+
+def peel(e: Expr) -> Masked:
+    """Split a score (or an additive term of it) into arithmetic and fills."""
+    whole = Masked(e)
+    if not isinstance(e, Call):
+        return whole
+    if e.op == "where":
+        c, a, b = e.args
+        replaced = QK in e.leaves
+        for kept, fill, visible in ((a, b, c), (b, a, call("not", c))):
+            if _hides(fill) and not _hides(kept):
+                inner = peel(kept)
+                return Masked(inner.score, (*inner.fills, Fill(visible, fill.value, not replaced)))
+        return whole
+    if e.op == "add":
+        a, b = (peel(x) for x in e.args)
+        if any(f for m in (a, b) for f in m.fills):
+            score, other = (a.score, b.score) if QK in a.score.leaves or QK not in b.score.leaves else (b.score, a.score)
+            return Masked(call("add", score, other), a.fills + b.fills)
+        return whole
+    if e.op == "sub":
+        a = peel(e.args[0])
+        return Masked(call("sub", a.score, e.args[1]), a.fills) if a.fills else whole
+    if e.op in ("mul", "truediv"):
+        a, c = e.args
+        if isinstance(a, Const) and e.op == "mul":
+            a, c = c, a
+        if isinstance(c, Const) and c.value > 0:
+            a = peel(a)
+            if a.fills:
+                return a.map(lambda s: call(e.op, s, c), c.value if e.op == "mul" else 1 / c.value) or whole
+        return whole
+    if e.op == "minimum":
+        a, b = (peel(x) for x in e.args)
+        return Masked(call("minimum", a.score, b.score), a.fills + b.fills) if a.fills + b.fills else whole
+    if e.op == "maximum" and any(_hides(x) for x in e.args):
+        a, c = e.args if _hides(e.args[1]) else e.args[::-1]
+        inner = peel(a)
+        if not inner.fills:
+            return whole
+        added = all(f.added for f in inner.fills)
+        return Masked(inner.score, (Fill(conjunction(f.visible for f in inner.fills), c.value, added),))
+    return whole
+
+
+def contract(fills: tuple[Fill, ...], safe: bool) -> tuple[EmptyRow, Expr]:
+    """What a row without a visible key yields, and over which keys the mean goes."""
+    finite = [f for f in fills if not math.isinf(f.value)]
+    if not finite:
+        return (EmptyRow.ZERO if safe else EmptyRow.NAN), TRUE
+    over: Expr = TRUE
+    if len([f for f in finite if f.added]) > 1 or any(f.added for f in finite[1:]):
+        # two added constants overflow to -inf where both apply: the mean goes over keys hidden by exactly one
+        over = FALSE
+        for f in finite:
+            one = conjunction([call("not", f.visible), *(g.visible for g in finite if g is not f)])
+            over = call("or", over, one)
+    over = conjunction([over, *(f.visible for f in fills if math.isinf(f.value))])
+    return (EmptyRow.MEAN_ADD if any(f.added for f in finite) else EmptyRow.MEAN), over
+
+
+# ---------------------------------------------------------------------------------------------------- normal form
+
+def normal_condition(e: Expr, puller: Puller) -> Expr:
+    """One text per meaning: integer comparisons solved for j (else i), trivial ones decided, conjuncts sorted."""
+    if isinstance(e, Call) and e.op in ("and", "or"):
+        parts = sorted(set(_flat(e, e.op)) , key=str)
+        parts = sorted({normal_condition(p, puller) for p in parts}, key=_order)
+        out = parts[0]
+        for p in parts[1:]:
+            out = call(e.op, out, p)
+        return out
+    if isinstance(e, Call) and e.op == "not":
+        inner = e.args[0]
+        if isinstance(inner, Call) and inner.op in ("and", "or"):
+            parts = [normal_condition(call("not", p), puller) for p in _flat(inner, inner.op)]
+            flipped = parts[0]
+            for p in parts[1:]:
+                flipped = call("or" if inner.op == "and" else "and", flipped, p)
+            return normal_condition(flipped, puller)
+        return call("not", normal_condition(inner, puller))
+    if isinstance(e, Call) and e.op in _FLIPPED and all(a.kind == INT for a in e.args):
+        return _comparison(e, puller)
+    return e
+
+
+def _flat(e: Expr, op: str) -> list[Expr]:
+    return [x for a in e.args for x in _flat(a, op)] if isinstance(e, Call) and e.op == op else [e]
+
+
+def _order(e: Expr):
+    return (len(e.loads) > 0, str(e))
+
+
+_FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def _comparison(e: Expr, puller: Puller) -> Expr:
+    """before -> after: i >= j -> j <= i; j < i + 1 -> j <= i; i - j < 4 -> j > i - 4; 0 <= i -> True"""
+    left, right = (puller.affine(a) for a in e.args)
+    if left is None or right is None:
+        # a load on one side: keep the load on the right
+        if e.args[0].loads and not e.args[1].loads:
+            return call(_FLIPPED[e.op], e.args[1], e.args[0])
+        return e
+    difference, op = left + right * -1, e.op
+    bounds = difference.bounds(puller.extents)
+    if bounds is not None:
+        lo, hi = bounds
+        decided = {"lt": (at_least(-1, hi), at_least(lo, 0)), "le": (at_least(0, hi), at_least(lo, 1)),
+                   "gt": (at_least(lo, 1), at_least(0, hi)), "ge": (at_least(lo, 0), at_least(-1, hi)),
+                   "eq": (lo == hi == 0, at_least(lo, 1) or at_least(-1, hi)), "ne": (at_least(lo, 1) or at_least(-1, hi), lo == hi == 0)}
+        true, false = decided[op]
+        if true or false:
+            return TRUE if true else FALSE
+    subject = next((name for name in ("j", "i", *sorted(difference.axes)) if name in difference.axes), None)
+    coefficient = dict(difference.terms).get(subject)
+    if coefficient not in (1, -1):
+        return e
+    rest = (difference + Affine.axis(subject) * -coefficient) * -coefficient  # subject op rest
+    if coefficient == -1:
+        op = _FLIPPED[op]
+    if op == "lt":
+        op, rest = "le", rest + -1
+    elif op == "ge":
+        op, rest = "gt", rest + -1
+    return call(op, Var(subject), puller.expr(rest))
+
+
+def _tidy(c: float) -> float:
+    """Fourteen digits: d**-0.25 twice is d**-0.5."""
+    return float(f"{c:.14g}")
+
+
+def normal_score(e: Expr) -> Expr:
+    """One text per meaning: constant factors of qk merged into one, qk first in sums."""
+    def go(x: Expr) -> Expr:
+        if not isinstance(x, Call):
+            return x
+        args = [go(a) for a in x.args]
+        if x.op in ("add", "mul") and QK not in args[0].leaves and QK in args[1].leaves:
+            args.reverse()
+        if QK not in args[0].leaves:
+            return call(x.op, *args)
+        if x.op == "truediv" and isinstance(args[1], Const) and args[1].value and not math.isinf(args[1].value):
+            return scaled(args[0], 1.0 / args[1].value)
+        if x.op == "neg":
+            return scaled(args[0], -1.0)
+        if x.op == "mul" and isinstance(args[1], Const):
+            return scaled(args[0], args[1].value)
+        if x.op == "sub" and isinstance(args[1], Const):
+            return call("add", args[0], Const(-args[1].value))
+        return call(x.op, *args)
+
+    def scaled(x: Expr, c: float) -> Expr:
+        if isinstance(x, Call) and x.op == "mul" and isinstance(x.args[1], Const):
+            x, c = x.args[0], x.args[1].value * c
+        return call("mul", x, Const(_tidy(float(c))))
+
+    e = go(e)
+    return _drop_row_constants(e)
+
+
+def _drop_row_constants(e: Expr) -> Expr:
+    """softmax does not see a number added to a whole row.
+
+    before -> after: score + 3.0 -> score
+    """
+    while isinstance(e, Call) and e.op == "add" and isinstance(e.args[1], Const) and math.isfinite(e.args[1].value):
+        e = e.args[0]
+    return e
+

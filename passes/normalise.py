@@ -1,0 +1,245 @@
+"""normalise: Dynamo graph -> ValueGraph.
+
+The graph is run once under fake tensors, through PyTorch's own functionalisation and composite decompositions, and every
+ATen call is written down with the Dynamo node that made it. So einsum, baddbmm, `@`, methods, modules and in-place spellings
+become the same few functional ops without a rule of ours. Dropout and scaled_dot_product_attention are kept whole. A node
+that cannot be run this way (a higher-order op, a custom class) is an opaque leaf, not an error.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import tracing
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .values import Value, ValueGraph, tensors_in
+
+log = logging.getLogger(__name__)
+
+_markers = torch.library.Library("flashfx_ir", "DEF")
+_markers.define("dropout(Tensor x, float p) -> Tensor")
+_markers.define("sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
+                "bool enable_gqa) -> Tensor")
+
+
+@torch.library.impl(_markers, "dropout", "Meta")
+def _dropout_shape(x, p):
+    return torch.empty_like(x)
+
+
+@torch.library.impl(_markers, "sdpa", "Meta")
+def _sdpa_shape(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    batch = torch.broadcast_shapes(q.shape[:-2], v.shape[:-2]) if not enable_gqa else q.shape[:-2]
+    return q.new_empty((*batch, q.shape[-2], v.shape[-1]))
+
+
+DROPOUT = torch.ops.flashfx_ir.dropout.default
+SDPA = torch.ops.flashfx_ir.sdpa.default
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):
+    if not training or p == 0:
+        return input
+    dropped = DROPOUT(input, float(p))
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    return SDPA(query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale, bool(enable_gqa))
+
+
+_KEPT_WHOLE = {
+    torch.nn.functional.dropout: _dropout,
+    torch.dropout: lambda input, p, train: _dropout(input, p, train),
+    torch.dropout_: lambda input, p, train: _dropout(input, p, train, inplace=True),
+    torch.nn.functional.scaled_dot_product_attention: _sdpa,
+}
+
+
+_METADATA = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
+
+
+class _KeepWhole(TorchFunctionMode):
+    """Dropout's composite kernel fails on symbolic sizes and SDPA decomposes by backend: record both as one call."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return _KEPT_WHOLE.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Below functionalisation: writes down each functional ATen call."""
+
+    def __init__(self, graph: ValueGraph):
+        super().__init__()
+        self.graph, self.owner = graph, None
+        self.of: dict[int, Value] = {}
+        self.alive: list[torch.Tensor] = []
+
+    def leaf(self, fake: torch.Tensor, owner: fx.Node | None) -> Value:
+        return self._add(None, (), {}, 0, fake, owner)
+
+    def value(self, t: torch.Tensor) -> Value:
+        if id(t) not in self.of:  # a tensor from outside the graph
+            self.leaf(t, None)
+        return self.of[id(t)]
+
+    def _add(self, op, args, kwargs, out, t, owner) -> Value:
+        v = Value(op, args, kwargs, out, t, owner, len(self.graph.values))
+        self.graph.values.append(v)
+        self.of[id(t)] = v
+        self.alive.append(t)
+        return v
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        seen = torch.utils._pytree.tree_map_only(torch.Tensor, self.value, (args, kwargs))
+        results = func(*args, **kwargs)
+        outs = results if isinstance(results, (tuple, list)) else (results,)
+        tensors = [t for t in outs if isinstance(t, torch.Tensor)]
+        for position, t in enumerate(outs):
+            if isinstance(t, torch.Tensor) and id(t) not in self.of:
+                v = self._add(func, tuple(seen[0]), seen[1], position, t, self.owner)
+                if getattr(t, "constant", None) is not None:
+                    self.graph.constants[v] = t.constant
+        if not tensors and func not in _METADATA:  # .item() and the like: the value leaves the tensor world
+            for v in tensors_in(seen, Value):
+                self.graph.roots.setdefault(v, self.owner)
+        return results
+
+
+def _functional(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_in(tree, torch.Tensor) if torch._is_functional_tensor(t)]
+
+
+class _Runner(fx.Interpreter):
+    """One attempt at running the graph; `failed` is the node that could not be run."""
+
+    def __init__(self, gm: fx.GraphModule, examples: dict, opaque: set[fx.Node], mode: FakeTensorMode):
+        super().__init__(gm, garbage_collect_values=False)
+        self.vg = ValueGraph()
+        self.recorder, self.opaque, self.mode = _Recorder(self.vg), opaque, mode
+        self.wrappers: dict[fx.Node, torch.Tensor] = {}
+        self.autocast: list[Any] = []
+        self.failed: fx.Node | None = None
+        self.examples = examples
+
+    def record(self, placeholders: list[fx.Node]) -> bool:
+        env = self.mode.shape_env
+        grad = torch.is_grad_enabled()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing(None))
+            if env is not None:  # looking adds no guard
+                stack.enter_context(env.suppress_guards())
+                stack.enter_context(env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.mode)
+            given = {n: self._detached(n) for n in [*placeholders, *self.opaque]}
+            stack.enter_context(self.recorder)
+            torch._enable_functionalization(reapply_views=True)
+            stack.callback(torch._disable_functionalization)
+            stack.enter_context(_KeepWhole())
+            self.given = {n: self._wrap(tree, n) for n, tree in given.items()}
+            try:
+                outputs = self.run(*[self.given[n] for n in placeholders], enable_io_processing=False)
+                last = next(n for n in reversed(self.module.graph.nodes) if n.op == "output")
+                self._keep(outputs, placeholders, last)
+                return True
+            except Exception as error:  # whatever a user's op raises under fake tensors makes it opaque
+                if self.failed is None or self.examples[self.failed] is None:
+                    raise
+                log.debug("opaque: %s (%s)", self.failed.format_node(), error)
+                return False
+            finally:
+                for context in reversed(self.autocast):
+                    context.__exit__(None, None, None)
+                torch.set_grad_enabled(grad)
+
+    def _keep(self, outputs, placeholders, last: fx.Node) -> None:
+        for t in _functional(outputs):
+            self.vg.roots.setdefault(self.current(t), last)
+        for n in placeholders:
+            if len(self.vg.timeline.get(n, ())) > 1:
+                self.vg.roots.setdefault(self.vg.timeline[n][-1][1], last)
+
+    def _detached(self, n: fx.Node):
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), self.examples[n])
+
+    def _wrap(self, tree, n: fx.Node | None):
+        def wrap(t):
+            self.recorder.leaf(t, n)
+            return torch._to_functional_tensor(t)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, wrap, tree)
+
+    def get_attr(self, target, args, kwargs):
+        found = super().get_attr(target, args, kwargs)
+        if not isinstance(found, torch.Tensor) or torch._is_functional_tensor(found):
+            return found
+        fake = self.mode.from_tensor(found, static_shapes=True)
+        wrapped = self._wrap(fake, self.recorder.owner)
+        self.vg.constants[self.recorder.of[id(fake)]] = found
+        return wrapped
+
+    def current(self, wrapper: torch.Tensor) -> Value:
+        torch._sync(wrapper)
+        return self.recorder.value(torch._from_functional_tensor(wrapper))
+
+    def run_node(self, n: fx.Node):
+        step = self.vg.steps.setdefault(n, len(self.vg.steps))
+        self.recorder.owner = n
+        used = [] if n.op == "output" else _functional([self.env[a] for a in n.all_input_nodes])
+        before = [self.current(t) for t in used]
+        if n in self.opaque:
+            for v in before:
+                self.vg.roots.setdefault(v, n)
+            out = self.given[n]
+        else:
+            try:
+                out = super().run_node(n)
+            except Exception:
+                self.failed = n
+                raise
+        if n.op == "call_function" and getattr(n.target, "__name__", "") == "_enter_autocast":
+            self.autocast.append(out)
+        elif n.op == "call_function" and getattr(n.target, "__name__", "") == "_exit_autocast":
+            self.autocast.remove(self.env[n.args[0]])
+        changed = {self._storage(t) for t, v in zip(used, before) if self.current(t) is not v}
+        if changed:
+            self.vg.changing.add(n)
+            for node, t in self.wrappers.items():
+                if self._storage(t) in changed and (now := self.current(t)) is not self.vg.timeline[node][-1][1]:
+                    self.vg.timeline[node].append((step, now))
+        if isinstance(out, torch.Tensor) and torch._is_functional_tensor(out):
+            self.wrappers[n] = out
+            self.vg.timeline[n] = [(step, self.current(out))]
+        return out
+
+    @staticmethod
+    def _storage(t: torch.Tensor):
+        return torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage())
+
+
+def normalise(gm: fx.GraphModule) -> ValueGraph | None:
+    """The value graph of a Dynamo graph whose placeholders carry `meta["example_value"]`; None if it has no fake tensors."""
+    examples = {n: n.meta.get("example_value") for n in gm.graph.nodes}
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    first = next(tensors_in([examples[n] for n in placeholders], FakeTensor), None)
+    if first is None:
+        return None
+    opaque = {n for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.target, HigherOrderOperator)}
+    random_state = torch.random.get_rng_state()
+    try:
+        while True:
+            runner = _Runner(gm, examples, opaque, first.fake_mode)
+            if runner.record(placeholders):
+                return runner.vg
+            opaque.add(runner.failed)
+    finally:
+        torch.random.set_rng_state(random_state)

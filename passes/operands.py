@@ -1,0 +1,110 @@
+"""Canonical operands: the tensors that the op receives, as views of tensors that the graph has.
+
+`flashfx::attention` takes q (batch axes…, M, D) and so on. A leaf found by the index algebra, "element (i, h*D + d) of that
+value", becomes a short list of view steps that put its dims in that order, or None if no view does.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+from .index import Affine, Index, NotAffine, Size, at_least, product, same, size
+from .values import Value
+from .views import step_through
+
+Step = tuple  # (method name, *arguments); sizes are Size
+
+
+@dataclass(frozen=True)
+class Operand:
+    """`value` seen through `steps`; `dims` names the axis of each resulting dim ("" for a dim of extent 1)."""
+
+    value: Value
+    steps: tuple[Step, ...]
+    dims: tuple[str, ...]
+
+
+def radix(a: Affine, extents: dict[str, Size]) -> list[str] | None:
+    """The axes of `a`, outermost first, if it is a mixed-radix number in them (constant aside)."""
+    left = dict(a.terms)
+    weight: Size = 1
+    order: list[str] = []
+    while left:
+        name = next((n for n, c in left.items() if same(c, weight)), None)
+        if name is None:
+            return None
+        order.append(name)
+        weight = weight * extents[name]
+        del left[name]
+    return order[::-1]
+
+
+def arrange(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Size], keep_missing: bool) -> Operand | None:
+    """Views that turn `v` into a tensor with dims `wanted` (missing ones of extent 1 if `keep_missing`, else dropped)."""
+    steps: list[Step] = []
+    dims: list[str] = []
+    shape = [size(s) for s in v.shape]
+    for d, (a, s) in enumerate(zip(index, shape)):
+        at = len(dims)
+        if not a.terms:
+            steps.append(("select", at, a.constant))
+            continue
+        order = radix(a, extents)
+        if order is None or any(n in dims for n in order):
+            return None
+        covered = product([extents[n] for n in order])
+        if not same(covered, s):
+            if not (isinstance(a.constant, int) and a.constant >= 0 or at_least(a.constant, 0)):
+                return None
+            steps.append(("narrow", at, a.constant, covered))
+        elif a.constant != 0:
+            return None
+        if len(order) > 1:
+            steps.append(("unflatten", at, tuple(extents[n] for n in order)))
+        dims.extend(order)
+    if not set(dims) <= set(wanted):
+        return None
+    present = [n for n in wanted if n in dims]
+    if dims != present:
+        steps.append(("permute", tuple(dims.index(n) for n in present)))
+    if keep_missing:
+        for position, n in enumerate(wanted):
+            if n not in present:
+                steps.append(("unsqueeze", position))
+        present = [n if n in present else "" for n in wanted]
+    return Operand(v, tuple(steps), tuple(present))
+
+
+def trace_back(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Size], scale: bool) -> tuple[list[Operand], float]:
+    """Candidates for one operand, farthest source first, and the constant factor met on the way (1.0 if not `scale`).
+
+    Walks up through views, copies and constant factors: k.transpose(2, 3), repeat_kv, q / sqrt(d).
+    """
+    found: list[tuple[Operand, float]] = []
+    factor = 1.0
+    while True:
+        here = arrange(v, index, wanted, extents, keep_missing=True)
+        if here is not None:
+            found.append((here, factor))
+        try:
+            through = step_through(v, index, extents)
+        except NotAffine:
+            break
+        if through is None and scale and (by := constant_factor(v)) is not None:
+            factor *= by
+            through = (v.args[0], index)
+        if through is None:
+            break
+        v, index = through
+    if not found:
+        return [], 1.0
+    best = found[-1][1]
+    return [operand for operand, f in reversed(found) if f == best], best
+
+
+def constant_factor(v: Value) -> float | None:
+    if v.name in ("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar") and isinstance(v.args[1], (int, float)) \
+            and not isinstance(v.args[1], bool) and v.args[1] and v.dtype == v.args[0].dtype:
+        return float(v.args[1]) if v.name.startswith("mul") else 1.0 / v.args[1]
+    return None
+

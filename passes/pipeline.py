@@ -1,0 +1,110 @@
+"""normalise, find, lift, check, splice: one graph in, the rewritten graph and its Regions out."""
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from flashfx.region import Refusal, Region
+
+from .check import check
+from .find import Site, find
+from .lift import Lifted, Refused, lift
+from .normalise import normalise
+from .splice import splice, still_read, sweep
+from .values import Value, ValueGraph, source_line
+
+log = logging.getLogger(__name__)
+
+
+def _refusal(stage: str, site: Site, why: Refused) -> Refusal:
+    owner = (why.at or site.out).owner or site.out.owner
+    return Refusal(stage, why.reason, owner.name, source_line(owner) or source_line(site.out.owner), why.hint)
+
+
+def _name(x) -> str:
+    node = x if isinstance(x, fx.Node) else x.owner
+    return "the graph's output" if node.op == "output" else f"{node.name} ({source_line(node)})" if source_line(node) else node.name
+
+
+def _reads(site: Site, lifted: Lifted) -> list[Value]:
+    return [o.value for found in (lifted.q, lifted.k, lifted.v) for o in found[:1]] + [a.value for a in lifted.aux]
+
+
+def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Refused]:
+    """Sites whose weights or scores somebody else still reads when all of `found` are replaced."""
+    needed = still_read(vg, {s.out: _reads(s, lifted) for s, lifted in found.items()})
+    refused = {}
+    for site, lifted in found.items():
+        for value, what in ((site.weights, "attention weights"), (lifted.product, "scores")):
+            if value is not None and value in needed:
+                reader = needed[value]
+                refused[site] = Refused(f"the {what} are also read by {_name(reader)}", value,
+                                        "do not return or store them, e.g. output_attentions=False")
+                break
+    return refused
+
+
+def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, label: str = "graph") -> list[Region]:
+    """Rewrite `gm` (a Dynamo graph) in place, bodies of higher-order ops included. Returns one Region per site."""
+    regions: list[Region] = []
+    for node in gm.graph.nodes:
+        body = getattr(gm, node.target, None) if node.op == "get_attr" and isinstance(node.target, str) else None
+        if isinstance(body, fx.GraphModule):
+            regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, label=f"{label}/{node.target}")
+    vg = normalise(gm)
+    if vg is None:
+        return regions
+    sites = find(vg)
+    found: dict[Site, Lifted] = {}
+    problems = {}
+    refusals: dict[Site, Refusal] = {}
+    for site in sites:
+        stage = "lift"
+        try:
+            lifted = lift(site, vg)
+            stage = "check"
+            problems[site] = check(site, lifted, dropout_allowed)
+            found[site] = lifted
+        except Refused as why:
+            refusals[site] = _refusal(stage, site, why)
+    _drop(found, refusals, "check", vg)
+    seeds: dict = {}
+    replaced: dict[Site, dict[fx.Node, fx.Node]] = {}
+    for site, lifted in list(found.items()):
+        try:
+            replaced[site] = splice(gm, vg, site, lifted, seeds)
+        except Refused as why:
+            refusals[site] = _refusal("splice", site, why)
+            del found[site]
+    _drop(found, refusals, "splice", vg)
+    for site in found:
+        for old, new in replaced[site].items():
+            old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+    if sites:
+        cut = {s.out: _reads(s, lifted) for s, lifted in found.items()}
+        sweep(gm, vg, still_read(vg, cut))
+        gm.graph.lint()
+        gm.recompile()
+    for site in sites:
+        owner = site.out.owner
+        region = Region(owner.name, source_line(owner), label)
+        if site in found:
+            region = replace(region, spec=found[site].spec, problem=problems[site])
+        regions.append(replace(region, refusal=refusals.get(site)))
+    for r in regions:
+        log.info("%s: %s", r.site, r.spec if r.fused else r.refusal)
+    return regions
+
+
+def _drop(found: dict[Site, Lifted], refusals: dict[Site, Refusal], stage: str, vg: ValueGraph) -> None:
+    """Refuse sites until what is left reads nobody's weights but its own."""
+    while refused := _used_elsewhere(vg, found):
+        for site, why in refused.items():
+            refusals[site] = _refusal(stage, site, why)
+            del found[site]
+
+
+__all__ = ["rewrite", "torch"]

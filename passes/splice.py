@@ -1,0 +1,131 @@
+"""splice: put `flashfx::attention` where the regions were and remove what nobody reads any more.
+
+before -> after:
+    scores = q @ k.transpose(-1, -2) * s; p = dropout(softmax(scores + mask)); out = p @ v
+    seed = randint(...); out = flashfx::attention(q, k, v, aux, seed, sizes, spec)[0]
+"""
+from __future__ import annotations
+
+import logging
+import operator
+
+import torch
+from torch import fx
+
+from .emit import Emitter, follow_views
+from .find import Site
+from .lift import Lifted
+from .values import Value, ValueGraph
+
+log = logging.getLogger(__name__)
+
+SEED_RANGE = 2 ** 62
+
+
+def still_read(vg: ValueGraph, cut: dict[Value, list[Value]]) -> dict[Value, Value | fx.Node]:
+    """Every value that is needed when the values in `cut` come from elsewhere (reading the listed ones): value -> a reader."""
+    needed: dict[Value, Value | fx.Node] = {}
+    todo: list[tuple[Value, Value | fx.Node]] = list(vg.roots.items())
+    while todo:
+        v, reader = todo.pop()
+        if v in needed:
+            continue
+        needed[v] = reader
+        todo.extend((x, v) for x in (cut[v] if v in cut else v.inputs))
+    return needed
+
+
+def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds: dict) -> dict[fx.Node, fx.Node]:
+    """Emit the op for one site. Returns old node -> new node, for the nodes that held values computed from the site's output.
+
+    Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
+    """
+    spec, owner = lifted.spec, site.out.owner
+    emit = Emitter(gm, vg, owner)
+    q, k, v = (emit.operand(candidates)[0] for candidates in (lifted.q, lifted.k, lifted.v))
+    aux = [emit.operand([a])[0] for a in lifted.aux]
+    sizes = [emit.size(s) for s in lifted.sizes]
+    seed = None
+    if spec.dropout:
+        # products that share one dropout must see the same bits
+        if lifted.random not in seeds:
+            seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
+        seed = seeds[lifted.random]
+    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, str(spec))
+    out = emit.call(operator.getitem, op, 0)
+    axes = [*lifted.dims, "i", "e"]
+    v_dtype = lifted.v[0].value.dtype
+
+    def cast(node: fx.Node) -> fx.Node:
+        return node if v_dtype == site.out.dtype else emit.method("to", node, site.out.dtype)
+
+    def view_of_out(value: Value) -> fx.Node | None:
+        dims = follow_views(value, site.out, lifted.out_dims, lifted.extents)
+        if dims is None:
+            return None
+        # axes of extent 1 that the view dropped
+        present = [n for group in dims for n in group]
+        node, left = out, list(axes)
+        for n in [n for n in axes if n not in present]:
+            node = emit.method("squeeze", node, left.index(n))
+            left.remove(n)
+        return cast(emit.result(node, left, dims, lifted.extents))
+
+    below = _descendants(vg, site.out)
+
+    def anchor(value: Value) -> None:
+        """Seed the emitter with the views of the site's output from which `value` is computed."""
+        if value in emit.nodes or value not in below:
+            return
+        direct = view_of_out(value)
+        if direct is not None:
+            emit.nodes[value] = direct
+        elif value is site.out:
+            emit.nodes[value] = cast(emit.result(out, axes, lifted.out_dims, lifted.extents))
+        else:
+            for x in value.inputs:
+                anchor(x)
+
+    replaced: dict[fx.Node, fx.Node] = {}
+    for holder in (n for n in vg.timeline if n is owner or owner in n.all_input_nodes):
+        value = vg.timeline[holder][0][1]
+        if value.owner is owner and holder.users:
+            anchor(value)
+            replaced[holder] = emit.value(value)
+    return replaced
+
+
+def _descendants(vg: ValueGraph, source: Value) -> set[Value]:
+    below, todo = {source}, [source]
+    while todo:
+        for user in vg.users()[todo.pop()]:
+            if user not in below:
+                below.add(user)
+                todo.append(user)
+    return below
+
+
+def sweep(gm: fx.GraphModule, vg: ValueGraph, needed: dict[Value, object]) -> None:
+    """Erase emitted nodes without users and original nodes all of whose values are no longer needed."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        if node not in vg.steps:
+            gm.graph.erase_node(node)
+            continue
+        owned = _owned(vg).get(node, [])
+        held = [v for _, v in vg.timeline.get(node, ())]
+        tensorial = node in vg.timeline or bool(owned)
+        if tensorial and not any(v in needed for v in (*owned, *(held if node not in vg.changing else ()))):
+            gm.graph.erase_node(node)
+
+
+def _owned(vg: ValueGraph) -> dict[fx.Node, list[Value]]:
+    if "_owned" not in vg.__dict__:
+        table: dict[fx.Node, list[Value]] = {}
+        for v in vg.values:
+            if v.op is not None:
+                table.setdefault(v.owner, []).append(v)
+        vg.__dict__["_owned"] = table
+    return vg.__dict__["_owned"]
+

@@ -1,0 +1,124 @@
+"""The value graph: a Dynamo graph as functional ATen calls, each value knowing the Dynamo node that owns it."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Iterator
+
+import torch
+from torch import fx
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor: output `out` of `op(*args, **kwargs)`, or a leaf (`op is None`): a placeholder, constant or opaque result.
+
+    args hold Values where the call took tensors; sizes are ints or SymInts. `fake` carries shape, dtype, strides, device.
+    """
+
+    op: Any
+    args: tuple
+    kwargs: dict
+    out: int
+    fake: torch.Tensor
+    owner: fx.Node | None
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The op without its namespace: "bmm.default"; "" for a leaf."""
+        return "" if self.op is None else str(self.op).partition(".")[2]
+
+    @property
+    def shape(self) -> tuple:
+        return tuple(self.fake.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fake.dtype
+
+    @property
+    def inputs(self) -> list[Value]:
+        return list(tensors_in((self.args, self.kwargs), Value))
+
+    def argument(self, position: int, name: str, default=None):
+        """A call's argument, given by position or by name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def __repr__(self) -> str:
+        return f"%{self.number}:{self.name or (self.owner.name if self.owner else 'const')}"
+
+
+def tensors_in(tree: Any, kind: type) -> Iterator:
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for x in tree:
+            yield from tensors_in(x, kind)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from tensors_in(x, kind)
+
+
+@dataclass
+class ValueGraph:
+    """What `normalise` returns.
+
+    values     every value, in order of computation
+    timeline   for each Dynamo node with one tensor result: [(step, Value)], the value it holds from that step on;
+               more than one entry means that the tensor was changed in place
+    steps      the order of the Dynamo nodes
+    roots      values that outlive the graph (outputs, changed inputs) or are read by something opaque
+    readers    for each root value, the Dynamo nodes that read it
+    constants  data of tensor constants
+    changing   Dynamo nodes that change a tensor in place
+    """
+
+    values: list[Value] = field(default_factory=list)
+    timeline: dict[fx.Node, list[tuple[int, Value]]] = field(default_factory=dict)
+    steps: dict[fx.Node, int] = field(default_factory=dict)
+    roots: dict[Value, fx.Node] = field(default_factory=dict)
+    constants: dict[Value, torch.Tensor] = field(default_factory=dict)
+    changing: set[fx.Node] = field(default_factory=set)
+
+    def held(self, node: fx.Node, step: int) -> Value | None:
+        """The value of `node`'s tensor just before Dynamo node number `step` runs."""
+        current = None
+        for at, value in self.timeline.get(node, ()):
+            if at < step or (at == self.steps[node] and self.steps[node] < step):
+                current = value
+        return current
+
+    def holders(self, value: Value) -> list[fx.Node]:
+        return self._holders().get(value, [])
+
+    def _holders(self) -> dict[Value, list[fx.Node]]:
+        if "_holder_index" not in self.__dict__:
+            index: dict[Value, list[fx.Node]] = {}
+            for node, entries in self.timeline.items():
+                for _, v in entries:
+                    index.setdefault(v, []).append(node)
+            self.__dict__["_holder_index"] = index
+        return self.__dict__["_holder_index"]
+
+    def users(self) -> dict[Value, list[Value]]:
+        if "_users" not in self.__dict__:
+            table: dict[Value, list[Value]] = {v: [] for v in self.values}
+            for v in self.values:
+                for x in v.inputs:
+                    table[x].append(v)
+            self.__dict__["_users"] = table
+        return self.__dict__["_users"]
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+
+
+def source_line(node: fx.Node | None) -> str:
+    """The user's line that made `node`: "file:line in function: code", or ""."""
+    trace = (node.meta.get("stack_trace") or "") if node is not None else ""
+    frames = list(_FRAME.finditer(trace))
+    if not frames:
+        return ""
+    f = frames[-1]
+    return f"{f['file']}:{f['line']} in {f['function']}: {f['code'].strip()}"
