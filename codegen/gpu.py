@@ -1,0 +1,103 @@
+"""What a GPU offers a kernel: one frozen row each. Rates are for dense matrix products of 16-bit floats with float32 sums."""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class GPU:
+    """
+    capability        compute capability (major, minor)
+    sms               streaming multiprocessors
+    shared_per_block  bytes of shared memory one block can ask for (opt-in)
+    shared_per_sm     bytes of shared memory of one multiprocessor
+    registers         32-bit registers of one multiprocessor
+    bandwidth         device memory, bytes per second
+    matrix_rate       float operations per second
+    source            where the numbers come from
+    """
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    shared_per_block: int
+    shared_per_sm: int
+    registers: int
+    bandwidth: float
+    matrix_rate: float
+    source: str
+
+    def __post_init__(self):
+        assert 0 < self.shared_per_block <= self.shared_per_sm <= 256 * KIB, self.name
+        assert self.shared_per_block % KIB == 0 and self.shared_per_sm % KIB == 0, self.name
+        assert self.registers % 1024 == 0 and 1 <= self.sms <= 256, self.name
+        assert 1e11 < self.bandwidth < 1e14 and 1e13 < self.matrix_rate < 1e16, self.name
+        assert 20 < self.matrix_rate / self.bandwidth < 700, f"{self.name}: operations per byte out of any card's range"
+        assert self.source, self.name
+
+    @property
+    def arch(self) -> str:
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+_GUIDE = "CUDA C++ Programming Guide, table of technical specifications per compute capability (shared memory, registers)"
+
+
+def _row(name, capability, sms, block, sm, bandwidth, rate, source):
+    return GPU(name, capability, sms, block * KIB, sm * KIB, 65536, bandwidth, rate, f"{source}; {_GUIDE}")
+
+
+GPUS: tuple[GPU, ...] = (
+    _row("T4", (7, 5), 40, 64, 64, 320e9, 65e12, "NVIDIA T4 datasheet"),
+    _row("V100", (7, 0), 80, 96, 96, 900e9, 125e12, "NVIDIA V100 datasheet (SXM2)"),
+    _row("A100", (8, 0), 108, 163, 164, 2039e9, 312e12, "NVIDIA A100 datasheet (SXM 80 GB)"),
+    _row("A10", (8, 6), 72, 99, 100, 600e9, 125e12, "NVIDIA A10 datasheet"),
+    _row("RTX 3090", (8, 6), 82, 99, 100, 936e9, 71e12, "NVIDIA GA102 whitepaper, float32 accumulation"),
+    _row("L4", (8, 9), 58, 99, 100, 300e9, 121e12, "NVIDIA L4 datasheet, without sparsity"),
+    _row("RTX 4090", (8, 9), 128, 99, 100, 1008e9, 165e12, "NVIDIA Ada whitepaper, float32 accumulation"),
+    _row("H100", (9, 0), 132, 227, 228, 3350e9, 989e12, "NVIDIA H100 datasheet (SXM), without sparsity"),
+    _row("H200", (9, 0), 132, 227, 228, 4800e9, 989e12, "NVIDIA H200 datasheet, without sparsity"),
+    _row("B200", (10, 0), 148, 227, 228, 8000e9, 2250e12, "NVIDIA DGX B200 datasheet, without sparsity"),
+)
+
+BY_NAME = {row.name: row for row in GPUS}
+DEFAULT = BY_NAME["H100"]
+"""The row for reports on a machine without a GPU."""
+
+
+def nearest(name: str, capability: tuple[int, int]) -> tuple[GPU, bool]:
+    """(row, is it this card's own?): the row named in the device's name, else the closest compute capability."""
+    for row in sorted(GPUS, key=lambda r: -len(r.name)):
+        if row.name in name.split() or (" " in row.name and row.name in name):
+            return row, True
+    distance = lambda row: abs((row.capability[0] - capability[0]) * 10 + row.capability[1] - capability[1])
+    return min(GPUS, key=distance), False
+
+
+def current(device: torch.device | str | int | None = None) -> GPU:
+    """The row of a CUDA device: sizes from the device itself, rates from its row or, for an unknown card, from the nearest.
+
+    Without a CUDA device (or for a CPU device) the H100's row.
+    """
+    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda":
+        return DEFAULT
+    return _current(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _current(index: int) -> GPU:
+    found = torch.cuda.get_device_properties(index)
+    capability = (found.major, found.minor)
+    row, own = nearest(found.name, capability)
+    block = getattr(found, "shared_memory_per_block_optin", row.shared_per_block)
+    sm = getattr(found, "shared_memory_per_multiprocessor", row.shared_per_sm)
+    source = row.source if own else f"sizes from the device; rates of the {row.name}, the nearest known card"
+    return replace(row, name=row.name if own else found.name, capability=capability, sms=found.multi_processor_count,
+                   shared_per_block=block // KIB * KIB, shared_per_sm=max(sm, block) // KIB * KIB,
+                   registers=getattr(found, "regs_per_multiprocessor", row.registers), source=source)

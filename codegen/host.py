@@ -1,0 +1,153 @@
+"""The host functions of a generated file: allocate, launch, and bring gradients of captured tensors into their own shape."""
+from __future__ import annotations
+
+from ..expr import Const, Load
+from . import captured
+from .parts import Site, count, extent
+from .program import local
+from .schedules.backward import buffer, delta_kernel, dense_kernel, keys_kernel, rows_kernel
+from .schedules.forward import forward_kernel
+from .writer import Kernel, Writer, wrapped
+
+
+def kernels(site: Site) -> dict[str, Kernel]:
+    """The kernels a file needs, by role."""
+    found = {"forward": forward_kernel(site)}
+    if any(site.needs):
+        found["delta"] = delta_kernel(site)
+    if site.needs[1] or site.needs[2] or site.loads_over("j"):
+        found["keys"] = keys_kernel(site)
+    if site.needs[0] or site.loads_over("i") or site.loads_over():
+        found["rows"] = rows_kernel(site)
+    for load in site.loads_over("i", "j"):
+        found[f"dense {buffer(site, load)}"] = dense_kernel(site, load)
+    return found
+
+
+def _unpack(site: Site, out: Writer) -> None:
+    spec = site.spec
+    if spec.aux:
+        out.line(", ".join(local(a.name) for a in spec.aux) + ("," if len(spec.aux) == 1 else "") + " = aux")
+    names = [*(extent(a) for a in spec.axes), *(local(s) for s in spec.sizes)]
+    if names:
+        out.line(", ".join(names) + ("," if len(names) == 1 else "") + " = sizes")
+    out.line("M, N = q.shape[-2], k.shape[-2]")
+
+
+def _grid(options: str, block: str, size: str, axes) -> str:
+    return f"(triton.cdiv({size}, {options}[{block!r}]) * {count(axes)},)"
+
+
+def _shape(items) -> str:
+    items = list(items)
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+def forward_function(site: Site, kernel: Kernel) -> str:
+    out = Writer()
+    with out.block("def forward(q, k, v, aux, seed, sizes):"):
+        out.line('"""(out, lse), as flashfx.codegen.launch.forward."""')
+        _unpack(site, out)
+        extents = _shape(extent(a) for a in site.spec.axes)
+        out.line(f"out, lse = empty_output({extents}, M, v), empty_lse({extents}, M, v)")
+        kernel.call(_grid("FORWARD", "BLOCK_M", "M", site.spec.axes), out)
+        out.line("return out, lse")
+    return out.text
+
+
+def backward_function(site: Site, found: dict[str, Kernel]) -> str:
+    spec, out = site.spec, Writer()
+    with out.block("def backward(grad_out, q, k, v, aux, seed, out, lse, sizes):"):
+        out.line('"""Gradients of (q, k, v, *aux), as flashfx.codegen.launch.backward; None where none was asked for."""')
+        _unpack(site, out)
+        out.line("delta = torch.empty_like(lse)")
+        found["delta"].call(_grid("DELTA", "BLOCK_M", "M", spec.axes), out)
+        if site.averages:
+            out.line("averaging = (lse >= MEAN_ROW).any(-1).to(torch.int32)", "batch indices with rows that average v")
+        results = ["None"] * 3
+        if "keys" in found:
+            results[1], results[2] = _keys(site, found["keys"], out)
+        if "rows" in found:
+            results[0] = _rows(site, found["rows"], out)
+        for load in site.loads_over("i", "j"):
+            _dense(site, load, found[f"dense {buffer(site, load)}"], out)
+        for a, need in zip(spec.aux, site.needs[3:]):
+            results.append(_captured(site, a.name, out) if need else "None")
+        for text in wrapped("return [", results, "]"):
+            out.line(text)
+    return out.text
+
+
+def _allocate(site: Site, name: str, operand: str, axes, size: str, head: int, out: Writer) -> str:
+    """Buffer of a gradient with one matrix per index of `axes`; returns the host expression of the finished gradient."""
+    own = site.axes_of(operand)
+    spread = [extent(a) if a in axes else "1" for a in site.spec.axes]
+    shape = _shape([*spread, size, str(head)])
+    if tuple(own) == tuple(axes):
+        out.line(f"{name} = torch.empty({shape}, dtype={operand}.dtype, device={operand}.device)")
+        return name
+    out.line(f"{name} = torch.empty({shape}, dtype=torch.float32, device={operand}.device)", f"{operand} is shared along some of these")
+    absent = [n for n, a in enumerate(site.spec.axes) if a in axes and a not in own]
+    return f"{name}.sum({tuple(absent)}, keepdim=True).to({operand}.dtype)"
+
+
+def _keys(site: Site, kernel: Kernel, out: Writer) -> tuple[str, str]:
+    axes = site.axes_of("k", "v")
+    grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
+    grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
+    for load in site.loads_over("j"):
+        out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in site.spec.axes), 'N'])}, dtype=torch.float32, device=q.device)")
+    kernel.call(_grid("KEYS", "BLOCK_N", "N", axes), out)
+    return grad_k if site.needs[1] else "None", grad_v if site.needs[2] else "None"
+
+
+def _rows(site: Site, kernel: Kernel, out: Writer) -> str:
+    axes = site.axes_of("q")
+    grad_q = _allocate(site, "grad_q", "q", axes, "M", site.D, out)
+    for load in [*site.loads_over("i"), *site.loads_over()]:
+        last = "M" if "i" in load.variables else 'triton.cdiv(M, ROWS["BLOCK_M"])'
+        shape = _shape([*(extent(a) for a in site.spec.axes), last])
+        out.line(f"{buffer(site, load)} = torch.empty({shape}, dtype=torch.float32, device=q.device)")
+    kernel.call(_grid("ROWS", "BLOCK_M", "M", axes), out)
+    return grad_q if site.needs[0] else "None"
+
+
+def _dense(site: Site, load: Load, kernel: Kernel, out: Writer) -> None:
+    axes = [a for a in captured.dims_of(site.spec, load) if a not in ("i", "j")]
+    out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in axes), 'M', 'N'])}, dtype=torch.float32, device=q.device)",
+             f"gradient of {load}")
+    kernel.call(f'(triton.cdiv(M, DENSE["BLOCK_M"]) * triton.cdiv(N, DENSE["BLOCK_N"]) * {count(axes)},)', out)
+
+
+def _captured(site: Site, tensor: str, out: Writer) -> str:
+    """Sum the gradients of all loads of one tensor into its own shape; returns the host expression."""
+    spec, name = site.spec, f"grad_{tensor}"
+    source = local(tensor)
+    out.line(f"{name} = torch.zeros({source}.shape, dtype=torch.float32, device={source}.device)")
+    for load in (x for x in site.loads if x.name == tensor):
+        dims = captured.dims_of(spec, load)
+        value = buffer(site, load)
+        if {"i", "j"} <= set(dims):
+            have = list(dims)
+        else:  # a sum per batch index, per row or key: add up the axes on which the load does not depend
+            have = [d for d in dims]
+            absent = [n for n, a in enumerate(spec.axes) if a not in dims]
+            if not {"i", "j"} & set(dims):
+                absent.append(len(spec.axes))
+            if absent:
+                value = f"{value}.sum({tuple(absent)})"
+        if captured.is_plain(spec, load):
+            size = {"i": "M", "j": "N"} | {a: extent(a) for a in spec.axes}
+            index = [str(a.value) if isinstance(a, Const) else f":{size[a.name]}" for a in load.index]
+            order = [have.index(a.name) for a in load.index if not isinstance(a, Const)]
+            if order != sorted(order):
+                value = f"{value}.permute({', '.join(map(str, order))})"
+            out.line(f"{name}[{', '.join(index) or '...'}] += {value}", f"{load}")
+        else:
+            shape = _shape({"i": "M", "j": "N"}.get(d, extent(d)) if d in dims else "1" for d in (*spec.axes, "i", "j"))
+            number = spec.score.loads.index(load)
+            for text in wrapped("accumulate(", ["SPEC", f"SPEC.score.loads[{number}]", f"{value}.reshape({shape})", name,
+                                                "index_grid(SPEC, sizes, M, N, q.device)",
+                                                f"dict(zip({[a.name for a in spec.aux]!r}, aux))"], ")"):
+                out.line(text)
+    return f"{name}.to({source}.dtype)"

@@ -1,0 +1,298 @@
+"""What all generated attention kernels share: the site being generated, head-size chunks, batch indices, tile ranges, operands."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Iterable, Sequence
+
+from ..expr import FLOAT, Call, Const, Expr, Load, Var
+from ..spec import AttentionSpec, EmptyRow
+from . import captured
+from .philox import ROUNDS
+from .program import Program, local, pointer, stride
+from .ranges import Bounds, bounds, never_empty
+from .writer import Writer
+
+LOG2E = 1.4426950408889634
+
+KEEP_TILE = f'''@triton.jit
+def keep_tile(seed, z, i0, j0, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Dropout's decisions for rows i0… and columns j0… of batch index z: one Philox call for the 4 elements (i or i + 8, j or j + 8)."""
+    r = tl.arange(0, ROWS // 2)
+    c = tl.arange(0, COLUMNS // 2)
+    i = (i0 + r // 8 * 16 + r % 8).to(tl.uint32)[:, None]
+    j = (j0 + c // 8 * 16 + c % 8).to(tl.uint32)[None, :]
+    z = (z + tl.zeros([1, 1], tl.int32)).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, j, i, z, tl.zeros([1, 1], tl.uint32), {ROUNDS})
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))              # (r, c, bit 3 of j, bit 3 of i)
+    words = words.reshape(ROWS // 16, 8, COLUMNS // 16, 8, 2, 2).permute(0, 5, 1, 2, 4, 3)
+    return words.reshape(ROWS, COLUMNS) >= tl.full([1, 1], THRESHOLD, tl.uint32)'''
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A power-of-two piece of the head size, at least 16 wide, with its own accumulator; `masked` if it reaches beyond the end."""
+
+    suffix: str
+    start: int
+    width: int
+    masked: bool
+
+
+def chunks(size: int) -> tuple[Chunk, ...]:
+    """80 -> 64 + 16, 40 -> 32 + 16 (8 of them masked): no padding to the next power of two."""
+    padded = -(-size // 16) * 16
+    widths = [1 << bit for bit in range(padded.bit_length() - 1, 3, -1) if padded >> bit & 1]
+    starts = [sum(widths[:n]) for n in range(len(widths))]
+    return tuple(Chunk(str(n) if len(widths) > 1 else "", s, w, s + w > size) for n, (s, w) in enumerate(zip(starts, widths)))
+
+
+def peel(score: Expr) -> tuple[Expr, float]:
+    """score = X * c with a constant c > 0 -> (X, c): the constant moves into the exponent's, and from there into an FMA.
+
+    before -> after: qk * 0.125 -> (qk, 0.125); qk / 8.0 -> (qk, 0.125)
+    """
+    factor = 1.0
+    while isinstance(score, Call) and score.op in ("mul", "truediv"):
+        a, b = score.args
+        if isinstance(b, Const) and b.kind == FLOAT and a.kind == FLOAT and 0.0 < b.value < float("inf"):
+            score, factor = a, factor * b.value if score.op == "mul" else factor / b.value
+        elif score.op == "mul" and isinstance(a, Const) and a.kind == FLOAT and b.kind == FLOAT and 0.0 < a.value < float("inf"):
+            score, factor = b, factor * a.value
+        else:
+            break
+    return score, factor
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a generated file is generated from. `loads`: those whose tensor gets a gradient."""
+
+    spec: AttentionSpec
+    D: int
+    Dv: int
+    dtype: str
+    v_dtype: str
+    precision: str = "ieee"
+    wide: bool = False           # M <= N is known: with it, more masks provably leave no row empty
+    needs: tuple[bool, ...] = ()
+
+    @property
+    def loads(self) -> list[Load]:
+        return captured.differentiable_loads(self.spec, dict(zip((a.name for a in self.spec.aux), self.needs[3:])))
+
+    def loads_over(self, *dims: str) -> list[Load]:
+        """Those that depend on exactly these of i and j."""
+        return [load for load in self.loads if load.variables & {"i", "j"} == set(dims)]
+
+    def axes_of(self, *operands: str) -> tuple[str, ...]:
+        subset = frozenset().union(*(getattr(self.spec, o) for o in operands))
+        return tuple(a for a in self.spec.axes if a in subset)
+
+    def other_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(a for a in self.spec.axes if a not in axes)
+
+    @cached_property
+    def can_be_empty(self) -> bool:
+        return self.spec.is_masked and not never_empty(self.spec.visible, self.wide)
+
+    @property
+    def averages(self) -> bool:
+        return self.can_be_empty and self.spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
+
+    @cached_property
+    def raw(self) -> Expr:
+        return peel(self.spec.score)[0]
+
+    @cached_property
+    def factor(self) -> float:
+        return peel(self.spec.score)[1]
+
+    @cached_property
+    def by_rows(self) -> Bounds:
+        return bounds(self.spec.visible, "j")
+
+    @cached_property
+    def by_keys(self) -> Bounds:
+        return bounds(self.spec.visible, "i")
+
+    @property
+    def qk_chunks(self) -> tuple[Chunk, ...]:
+        return chunks(self.D)
+
+    @property
+    def v_chunks(self) -> tuple[Chunk, ...]:
+        return chunks(self.Dv)
+
+    @property
+    def v_index(self) -> str:
+        """Name of the index vector along the value head size: shared with d where both sizes agree."""
+        return "d" if self.D == self.Dv else "e"
+
+    def dot(self, a: str, b: str, acc: str = "") -> str:
+        both = [a, b, acc] if acc else [a, b]
+        full_precision = [f'input_precision="{self.precision}"'] if "float32" in (self.dtype, self.v_dtype) else []
+        return f"tl.dot({', '.join([*both, *full_precision])})"
+
+
+# ------------------------------------------------------------------------------------------------ batch indices
+
+def extent(axis: str) -> str:
+    return f"extent_{axis}"
+
+
+def decode(out: Writer, axes: Sequence[str], flat: str) -> None:
+    """Axis indices from a flattened one.
+
+    before -> after: (b, h), "z" -> b = z // extent_h; h = z % extent_h
+    """
+    for n, axis in enumerate(axes):
+        inner = [extent(a) for a in axes[n + 1:]]
+        value = flat if not inner else f"{flat} // {inner[0]}" if len(inner) == 1 else f"{flat} // ({' * '.join(inner)})"
+        if n:
+            value = f"({value}) % {extent(axis)}" if "//" in value else f"{value} % {extent(axis)}"
+        out.assign(local(axis), value)
+
+
+def flatten(axes: Sequence[str]) -> str:
+    """The flattened index of the named axes."""
+    if not axes:
+        return "0"
+    text = local(axes[0])
+    for axis in axes[1:]:
+        text = f"({text}) * {extent(axis)} + {local(axis)}" if "+" in text else f"{text} * {extent(axis)} + {local(axis)}"
+    return text
+
+
+def count(axes: Sequence[str]) -> str:
+    return " * ".join(extent(a) for a in axes) or "1"
+
+
+# ---------------------------------------------------------------------------------------------------- operands
+
+OPERANDS = {  # kernel name -> (spec operand, host tensor, prefix of its strides, row letter, "qk" or "v" head size)
+    "Q": ("q", "q", "q", "m", "d"), "K": ("k", "k", "k", "n", "d"), "V": ("v", "v", "v", "n", "e"),
+    "Out": ("out", "out", "o", "m", "e"), "dO": ("out", "grad_out", "do", "m", "e"),
+}
+
+
+def operand_axes(site: Site, operand: str) -> tuple[str, ...]:
+    name = OPERANDS[operand][0]
+    return site.spec.axes if name == "out" else site.axes_of(name)
+
+
+def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
+    """Every argument a kernel may take, in order, with the host's expression for it. A kernel drops what it does not use."""
+    spec, out = site.spec, {}
+    for name, (_, tensor, *_rest) in OPERANDS.items():
+        out[name] = tensor
+    out |= {"Lse": "lse", "Delta": "delta", "Averaging": "averaging"} | results
+    out |= {pointer(a.name): local(a.name) for a in spec.aux} | {"Seed": "seed"}
+    for name, (_, tensor, prefix, row, _) in OPERANDS.items():
+        for position, axis in enumerate(spec.axes):
+            if axis in operand_axes(site, name):
+                out[f"stride_{prefix}_{axis}"] = f"{tensor}.stride({position})"
+        rank = len(spec.axes)
+        out[f"stride_{prefix}_{row}"] = f"{tensor}.stride({rank})"
+        out[f"stride_{prefix}_d"] = f"{tensor}.stride({rank + 1})"
+    for a in spec.aux:
+        out |= {stride(a.name, d): f"{local(a.name)}.stride({d})" for d in range(a.rank)}
+    out |= {extent(axis): extent(axis) for axis in spec.axes} | {"M": "M", "N": "N"} | {local(s): local(s) for s in spec.sizes}
+    return out
+
+
+def base(site: Site, operand: str) -> str:
+    """Address of the operand's matrix for the current batch indices; 64-bit offsets."""
+    prefix = OPERANDS[operand][2]
+    return " + ".join([operand, *(f"tl.cast({local(a)}, tl.int64) * stride_{prefix}_{a}" for a in operand_axes(site, operand))])
+
+
+def head_index(site: Site, out: Writer, which: Iterable[str]) -> None:
+    """Index vectors along the head sizes: "d" for q and k, "e" for v."""
+    for letter in dict.fromkeys("d" if w == "d" else site.v_index for w in which):
+        for c in site.qk_chunks if letter == "d" else site.v_chunks:
+            value = f"tl.arange(0, {c.width})"
+            out.assign(letter + c.suffix, f"{c.start} + {value}" if c.start else value)
+
+
+def pieces(site: Site, operand: str) -> list[tuple[Chunk, str, str]]:
+    """(chunk, name of its index vector, bounds check along it or "")."""
+    head = OPERANDS[operand][4]
+    letter = "d" if head == "d" else site.v_index
+    size = site.D if head == "d" else site.Dv
+    found = site.qk_chunks if head == "d" else site.v_chunks
+    return [(c, letter + c.suffix, f"({letter}{c.suffix} < {size})[None, :]" if c.masked else "") for c in found]
+
+
+def load_tile(site: Site, out: Writer, operand: str, name: str, address: str, rows: str, check: str = "", comment: str = "") -> None:
+    """name = rows of the operand, one variable per head-size chunk. `rows` counts from `address`; `check` bounds them."""
+    _, _, prefix, row, _ = OPERANDS[operand]
+    for n, (c, index, head_check) in enumerate(pieces(site, operand)):
+        conditions = [x for x in (check, head_check) if x]
+        mask = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+        offsets = f"{rows}[:, None] * stride_{prefix}_{row} + {index}[None, :] * stride_{prefix}_d"
+        out.assign(name + c.suffix, f"tl.load({address} + {offsets}{mask})", comment if n == 0 else "")
+
+
+def product(site: Site, out: Writer, result: str, a: str, b: str, found: Sequence[Chunk]) -> None:
+    """result = a . b^T over the head size, chunk by chunk."""
+    for n, c in enumerate(found):
+        out.assign(result, site.dot(f"{a}{c.suffix}", f"tl.trans({b}{c.suffix})", result if n else ""))
+
+
+# ------------------------------------------------------------------------------------------------- tile ranges
+
+@dataclass(frozen=True)
+class Loops:
+    """The loops over the tiles of one index: which exist, and how their tile starts are written."""
+
+    index: str                # "i" or "j"
+    found: Bounds
+    block: str
+    size: str
+
+    @property
+    def full(self) -> bool:
+        return self.found.has_full
+
+    def prepare(self, program: Program, out: Writer, override: str = "") -> None:
+        """Assign start, full_start, full_stop and stop (see `flashfx.codegen.tiles.cut`).
+
+        override  a condition under which every tile must be visited, none as full
+        """
+        f, block = self.found, self.block
+        if f.is_total:
+            return
+        text = lambda e: program.value(e)
+        lo = "0" if f.lo == Const(0) else f"{text(f.lo)} // {block} * {block}"
+        out.assign("start", lo, "tiles outside [start, stop) are hidden, tiles inside [full_start, full_stop) need no mask")
+        out.assign("stop", text(f.hi) if f.lo == Const(0) and f.hi == Var(self.size) else f"tl.maximum({text(f.hi)}, start)")
+        if self.full:
+            first = "start" if f.starts_full else f"tl.minimum(tl.maximum(tl.cdiv({text(f.full_lo)}, {block}) * {block}, start), stop)"
+            out.assign("full_start", first)
+            out.assign("full_stop", f"tl.maximum(full_start, tl.minimum({text(f.full_hi)} // {block} * {block}, stop))")
+        if override:
+            out.assign("start", f"tl.where({override}, 0, start)", "a row that averages v reads every tile")
+            out.assign("stop", f"tl.where({override}, {self.size}, stop)")
+            if self.full:
+                out.assign("full_start", f"tl.where({override}, {self.size}, full_start)")
+                out.assign("full_stop", f"tl.where({override}, {self.size}, full_stop)")
+
+    def full_head(self) -> str:
+        bounds_ = f"0, {self.size} // {self.block} * {self.block}" if self.found.is_total else "full_start, full_stop"
+        return f"for {self.index}0 in tl.range({bounds_}, {self.block}):"
+
+    def partial_head(self, out: Writer, override: bool = False) -> tuple[str, list[str]]:
+        """The loop over partial tiles and the first lines of its body."""
+        x, block = f"{self.index}0", self.block
+        if self.found.is_total:
+            return f"for {x} in tl.range({self.size} // {block} * {block}, {self.size}, {block}):", []
+        if not self.full:
+            return f"for {x} in tl.range(start, stop, {block}):", []
+        if self.found.starts_full and not override:
+            return f"for {x} in tl.range(full_stop, stop, {block}):", []
+        out.assign("leading", f"tl.cdiv(full_start - start, {block})", "partial tiles lie on both sides of the full ones")
+        out.assign("trailing", f"tl.cdiv(stop - full_stop, {block})")
+        tile = f"{x} = tl.where(t < leading, start + t * {block}, full_stop + (t - leading) * {block})"
+        return "for t in tl.range(0, leading + trailing):", [tile]
+

@@ -1,0 +1,176 @@
+"""Tiles for one spec on one GPU: the first ladder step that fits in shared memory and registers.
+
+The ladder starts at tiles measured to be good on a card of that generation and shrinks; a plan that does not fit is never proposed.
+"""
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import PlanError
+from ..region import Problem
+from ..spec import AttentionSpec
+from .gpu import GPU
+from .parts import chunks
+
+WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DIRECTIONS = ("forward", "backward")
+OVERRIDE: dict[str, tuple[int, int, int, int]] = {}
+"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), set by `overridden`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kernel's tiles. `rows` and `dense` belong to a backward plan: the dQ kernel's and the N x N gradients' tiles.
+
+    shared     bytes of shared memory, an upper bound of what the compiler takes
+    precision  of float32 matrix products: "ieee" or "tf32"
+    reason     why these tiles
+    """
+
+    schedule: str
+    direction: str
+    kernel: str
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    shared: int
+    gpu: GPU
+    precision: str
+    reason: str
+    rows: Plan | None = None
+    dense: Plan | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"BLOCK_M": self.BLOCK_M, "BLOCK_N": self.BLOCK_N, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def __str__(self) -> str:
+        own = (f"{self.kernel} {self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages, "
+               f"{self.shared / 1024:.0f} KiB shared")
+        parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
+        return f"{self.schedule} on {self.gpu.name}: {'; '.join(parts)} ({self.reason})"
+
+
+@contextlib.contextmanager
+def overridden(**tiles: tuple[int, int, int, int]):
+    """For tests and sweeps: overridden(forward=(64, 32, 4, 2), keys=…, rows=…, dense=…) while the block runs."""
+    unknown = set(tiles) - {"forward", "keys", "rows", "dense"}
+    if unknown:
+        raise ValueError(f"unknown kernels {sorted(unknown)}; known: forward, keys, rows, dense")
+    before = dict(OVERRIDE)
+    OVERRIDE.update(tiles)
+    try:
+        yield
+    finally:
+        OVERRIDE.clear()
+        OVERRIDE.update(before)
+
+
+def matmul_precision() -> str:
+    """How float32 matrix products may be computed: "tf32" where PyTorch allows it for its own."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def padded(size: int) -> int:
+    return sum(c.width for c in chunks(size))
+
+
+def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> list[tuple[int, int, int, int]]:
+    """Tiles to try, best first."""
+    head = max(padded(problem.D), padded(problem.Dv))
+    wide = "float32" in (problem.dtype, problem.v_dtype)
+    if wide:
+        start = {"forward": (64, 32, 4, 2), "keys": (32, 32, 4, 1), "rows": (32, 32, 4, 1), "dense": (32, 32, 4, 1)}[kernel]
+    elif kernel == "forward":
+        start = (128, 128, 8, 3) if head <= 64 else (128, 64, 8, 3) if head <= 128 else (64, 64, 4, 2) if gpu.capability[0] < 9 else (128, 64, 8, 2)
+    elif kernel == "keys":
+        start = (64, 128, 8, 2) if head <= 128 else (32, 64, 4, 2)
+    elif kernel == "rows":
+        start = (128, 64, 8, 2) if head <= 128 else (64, 32, 4, 2)
+    else:
+        start = (64, 64, 4, 1)
+    tried = [start]
+    m, n, warps, stages = start
+    while True:
+        if stages > 1 and stages > (2 if kernel != "forward" else 2):
+            stages -= 1
+        elif m > 16 or n > 16:
+            if m > n or n == 16:
+                m //= 2
+            else:
+                n //= 2
+            warps = max(1, min(warps, m * n // 512))
+        elif stages > 1:
+            stages -= 1
+        else:
+            return tried
+        tried.append((m, n, warps, stages))
+
+
+def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, gpu: GPU) -> int:
+    """An upper bound of the shared memory that Triton's compiler takes for a kernel."""
+    m, n, _, stages = tiles
+    d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
+    width = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype])
+    depth = max(1, stages)
+    tiled_loads = sum(WIDTHS["float32"] * m * n * depth for load in spec.loads if {"i", "j"} <= load.variables)
+    scratch = 4 * m * n + 4096
+    if kernel == "forward":
+        return depth * n * (d + dv) + m * max(d, dv * 2) + tiled_loads + scratch * (width == 4 or spec.dropout > 0) + m * n * width + 2048
+    if kernel == "keys":
+        return depth * m * (d + dv) + n * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + depth * 8 * m + 2048
+    if kernel == "rows":
+        return depth * n * (d + dv) + m * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + 2048
+    return m * (d + dv) + n * (d + dv) + tiled_loads + scratch + m * n * width + 2048
+
+
+def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem: Problem) -> float:
+    """Accumulators and score tiles, in 32-bit registers of each thread."""
+    m, n, warps, _ = tiles
+    d, dv = padded(problem.D), padded(problem.Dv)
+    accumulators = {"forward": m * dv, "keys": n * (d + dv), "rows": m * d, "dense": m * n}[kernel]
+    scores = {"forward": 1.5, "keys": 2.5, "rows": 2.5, "dense": 2.5}[kernel] * m * n
+    return (accumulators + scores) / (32 * warps)
+
+
+REGISTER_LIMIT = 200
+"""Of 255, for accumulators and score tiles; addresses, row vectors and the pipeline need the rest."""
+
+
+def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> Plan:
+    if kernel in OVERRIDE:
+        tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
+        return Plan("triton", direction, kernel, *tiles, shared_bytes(kernel, tiles, problem, spec, gpu), gpu, matmul_precision(), reason)
+    for dtype in (problem.dtype, problem.v_dtype):
+        if dtype not in ("float16", "bfloat16", "float32"):
+            raise PlanError(f"the generated kernels take float16, bfloat16 and float32, not {dtype}; float64 runs in the tiled PyTorch schedule")
+        if dtype == "bfloat16" and gpu.capability < (8, 0):
+            raise PlanError(f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) has no bfloat16 matrix unit: use float16")
+    ladder = _ladder(kernel, spec, problem, gpu)
+    for step, tiles in enumerate(ladder):
+        shared = shared_bytes(kernel, tiles, problem, spec, gpu)
+        registers = registers_per_thread(kernel, tiles, problem)
+        if shared <= gpu.shared_per_block and registers <= REGISTER_LIMIT:
+            reason = f"{shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, about {registers:.0f} of 255 registers"
+            return Plan("triton", direction, kernel, *tiles, shared, gpu, matmul_precision(), reason if not step else f"{reason}, step {step} of the ladder")
+    raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even 16x16 tiles need {shared} bytes of shared memory and "
+                    f"{registers:.0f} registers per thread in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes and 255 registers")
+
+
+def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str) -> Plan:
+    """Tiles for "forward", or for "backward": the plan of the dK/dV kernel with `rows` and `dense` beside it.
+
+    Raises PlanError naming the limit if nothing fits.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, not {direction!r}")
+    if direction == "forward":
+        return _plan("forward", direction, spec, problem, gpu)
+    rows = _plan("rows", direction, spec, problem, gpu)
+    needs_dense = any({"i", "j"} <= load.variables for load in spec.score.loads if load.kind == "float")
+    dense = _plan("dense", direction, spec, problem, gpu) if needs_dense else None
+    return replace(_plan("keys", direction, spec, problem, gpu), rows=rows, dense=dense)

@@ -1,0 +1,198 @@
+"""Score and mask programs as Triton text: what depends on the inner loop's index stays in the loop, the rest is hoisted."""
+from __future__ import annotations
+
+import keyword
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Iterable
+
+from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, walk
+from ..spec import AttentionSpec
+from .ranges import nonnegative
+from .writer import Writer
+
+RESERVED = frozenset("""q k v do out lse delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep seed
+    rows cols d e z y g t tile tiles start stop full_start full_stop leading trailing i0 i1 j0 j1 i j M N tl triton torch
+    dense value hidden mean Q K V Out Lse Delta Seed dO dQ dK dV""".split())
+"""Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
+
+HELPERS = {
+    "tanh": '''@triton.jit
+def tanh(x):
+    """From exp: 1 - 2 / (exp(2x) + 1), right at both ends; near 0, where that cancels, the Taylor series."""
+    y = x * x
+    series = x * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0)))))
+    return tl.where(tl.abs(x) < 0.3, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))''',
+    "floor_div": '''@triton.jit
+def floor_div(x, y):
+    """Rounds down, as Python does; Triton's // rounds towards zero."""
+    return x // y - ((x % y != 0) & ((x < 0) != (y < 0))).to(tl.int32)''',
+    "floor_mod": '''@triton.jit
+def floor_mod(x, y):
+    """Has the divisor's sign, as in Python; Triton's % has the dividend's."""
+    r = x % y
+    return tl.where((r != 0) & ((r < 0) != (y < 0)), r + y, r)''',
+}
+
+
+def local(name: str) -> str:
+    """A spec's name as a name in the kernel."""
+    return name + "_" if name in RESERVED or keyword.iskeyword(name) or name in HELPERS else name
+
+
+def literal(value: bool | int | float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return 'float("%s")' % ("nan" if math.isnan(value) else "inf" if value > 0 else "-inf")
+    return f"({value!r})" if not isinstance(value, bool) and value < 0 else repr(value)
+
+
+def pointer(aux: str) -> str:
+    return f"{aux}_ptr"
+
+
+def stride(aux: str, dim: int) -> str:
+    return f"stride_{aux}_{dim}"
+
+
+@dataclass
+class Scope:
+    """Where text goes: a writer, and the names already assigned there."""
+
+    out: Writer
+    names: dict[Expr, str]
+
+
+class Program:
+    """Writes values of one kernel.
+
+    outer    writer above the loops
+    inner    the loop's index, "i" or "j"; "" if there is no loop and both are fixed
+    columns  the index that runs along the tile's second dimension
+    """
+
+    def __init__(self, spec: AttentionSpec, outer: Writer, inner: str, columns: str = "j"):
+        self.spec, self.inner, self.columns = spec, inner, columns
+        self.outer = Scope(outer, {})
+        self.body: Scope | None = None
+        self.certain: frozenset[str] = frozenset()
+        self.uses: Counter = Counter()
+        self._serial: Counter = Counter()
+
+    def enter(self, out: Writer, roots: Iterable[Expr], certain: Iterable[str] = ()) -> None:
+        """Begin a loop body that will write `roots`; `certain` are the indices that need no bounds check in it."""
+        self.body = Scope(out, {})
+        self.certain = frozenset(certain)
+        self.uses = Counter()
+        for node in {n: None for root in roots for n in walk(root)}:
+            self.uses.update(node.args_())
+        self.uses.update(roots)
+
+    # shapes
+
+    @staticmethod
+    def dims(e: Expr) -> frozenset[str]:
+        return e.variables & {"i", "j"}
+
+    def spread(self, text: str, dims: frozenset[str]) -> str:
+        """A vector as a row or a column of the tile; scalars and tiles as they are."""
+        if len(dims) != 1:
+            return text
+        return f"{text}[None, :]" if self.columns in dims else f"{text}[:, None]"
+
+    def tile(self, e: Expr) -> str:
+        """Text of `e` in a shape that broadcasts to the tile."""
+        return self.spread(self.value(e), self.dims(e))
+
+    def _scope(self, e: Expr) -> Scope:
+        depends = not self.inner or self.inner in self.dims(e)
+        return self.body if depends and self.body is not None else self.outer
+
+    # values
+
+    def value(self, e: Expr) -> str:
+        """Text of `e` in its own shape: a scalar, a vector over i or j, or a tile."""
+        if isinstance(e, Const):
+            return literal(e.value)
+        if isinstance(e, Var):
+            return e.name if e.name in ("i", "j", "i0", "i1", "j0", "j1", "M", "N") else local(e.name)
+        if e == QK:
+            return "qk"
+        scope = self._scope(e)
+        if e in scope.names:
+            return scope.names[e]
+        if isinstance(e, Load):
+            return self._name(scope, e, f"{e.name}_value", self._load(e, scope))
+        text = self._call(e)
+        hoisted = scope is self.outer and self.body is not None
+        if hoisted or self.uses[e] > 1:
+            kind = {0: "scalar", 1: "row_term" if "i" in self.dims(e) else "column_term", 2: f"{e.op}_tile"}[len(self.dims(e))]
+            return self._name(scope, e, kind, text)
+        return text
+
+    def _name(self, scope: Scope, e: Expr, base: str, text: str) -> str:
+        self._serial[base] += 1
+        name = base if self._serial[base] == 1 else f"{base}_{self._serial[base]}"
+        scope.names[e] = scope.out.assign(name, text)
+        return name
+
+    def _call(self, e: Call) -> str:
+        dims = self.dims(e)
+        texts = []
+        for a in e.args:
+            text = self.value(a)
+            if len(dims) == 2:
+                text = self.spread(text, self.dims(a))
+            if e.row.cost == "mufu" and a.kind != FLOAT:
+                text = f"tl.cast({text}, tl.float32)"
+            texts.append(text)
+        if e.op in ("floordiv", "mod") and e.kind == INT and all(nonnegative(a) for a in e.args):
+            return f"({texts[0]} {'//' if e.op == 'floordiv' else '%'} {texts[1]})"
+        if e.op == "floordiv" and e.kind == FLOAT:
+            return f"tl.floor({texts[0]} / {texts[1]})"
+        if e.op == "mod" and e.kind == FLOAT:
+            return f"({texts[0]} - tl.floor({texts[0]} / {texts[1]}) * {texts[1]})"
+        return e.row.triton.format(**dict(zip("xyz", texts)))
+
+    def condition(self, dims: Iterable[str]) -> list[str]:
+        """Bounds checks, each in a shape that broadcasts to the tile, for the indices that may lie outside."""
+        return [self.spread(f"({x} < {'M' if x == 'i' else 'N'})", frozenset(x)) for x in dims]
+
+    def _load(self, load: Load, scope: Scope) -> str:
+        dims = self.dims(load)
+        scalar, vectors, tiles = [], {"i": [], "j": []}, []
+        for position, index in enumerate(load.index):
+            step, own = stride(load.name, position), self.dims(index)
+            if len(own) == 2:
+                tiles.append(f"{self.value(index)} * {step}")
+            elif isinstance(index, Const):
+                if index.value:
+                    scalar.append(f"{literal(index.value)} * {step}")
+            else:  # 64 bits: batch offsets, and rows of an N x N bias, pass 2**31
+                target = vectors[next(iter(own))] if own else scalar
+                target.append(f"tl.cast({self.value(index)}, tl.int64) * {step}")
+        address = pointer(load.name)
+        if scalar:
+            address = " + ".join([address, *scalar])
+        fixed = [x for x in ("i", "j") if vectors[x] and x != self.inner]
+        moving = [x for x in ("i", "j") if vectors[x] and x == self.inner]
+        if scope is self.body and (scalar or fixed):  # the part of the address that does not move with the loop
+            key = Load(load.name, (*load.index, Const(True)), load.kind)
+            if key not in self.outer.names:
+                parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in fixed)]
+                self._name(self.outer, key, f"{load.name}_base", " + ".join(parts))
+            address, fixed = self.outer.names[key], []
+        parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in (*fixed, *moving)), *tiles]
+        checked = [x for x in sorted(dims) if x not in (self.certain if scope is self.body else ())]
+        conditions = self.condition(checked) if len(dims) == 2 else [f"{x} < {'M' if x == 'i' else 'N'}" for x in checked]
+        mask = f", mask={' & '.join(conditions)}, other=0" if conditions else ""
+        text = f"tl.load({' + '.join(parts)}{mask})"
+        return f"{text}.to(tl.float32)" if load.kind == FLOAT else f"({text} != 0)" if load.kind == BOOL else text
+
+    def _shaped(self, text: str, x: str, dims: frozenset[str]) -> str:
+        return self.spread(f"({text})", frozenset(x)) if len(dims) == 2 else text
+
+
+def helpers(text: str) -> list[str]:
+    """Definitions of the helper functions that `text` calls."""
+    return [definition for name, definition in HELPERS.items() if f"{name}(" in text.replace(f"tl.{name}(", "")]

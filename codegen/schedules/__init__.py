@@ -1,0 +1,1 @@
+"""One file per schedule: how a spec becomes kernels."""

@@ -1,0 +1,148 @@
+"""FlashAttention-2's forward pass (Dao 2023, algorithm 1) as portable Triton: one program per tile of query rows."""
+from __future__ import annotations
+
+from ...expr import QK, Expr, Var
+from ...spec import EmptyRow
+from ..parts import (LOG2E, Loops, Site, arguments, base, decode, flatten, head_index, load_tile, operand_axes, pieces, product)
+from ..philox import threshold
+from ..program import Program
+from ..torch_tiled import MEAN_ROW
+from ..writer import Kernel, Writer
+
+
+def is_finite(e: Expr) -> bool:
+    """Can the raw score not be -inf for finite operands? Then a row that has seen a full tile has a finite maximum."""
+    return not e.loads and not any(getattr(x, "op", "") in ("log", "log2", "log1p", "truediv", "reciprocal") for x in _nodes(e))
+
+
+def _nodes(e: Expr):
+    yield e
+    for a in e.args_():
+        yield from _nodes(a)
+
+
+def heavy_last(hi: Expr) -> bool:
+    """Do later tiles of rows see more keys (causal masks)? Then they start first, and the short ones fill the gaps."""
+    return Var("i1") in hi.leaves
+
+
+def forward_kernel(site: Site) -> Kernel:
+    """out and log-sum-exp for a tile of BLOCK_M query rows of one batch index."""
+    spec, axes = site.spec, site.spec.axes
+    what = f"({', '.join(axes)})" if axes else "0"
+    kernel = Kernel("attention_forward", f"One program: rows i0 <= i < i0 + BLOCK_M of batch index z = {what}, all their keys, one tile at a time.",
+                    arguments(site, {}), ("BLOCK_M", "BLOCK_N"), "FORWARD")
+    out = kernel.body
+    out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
+    out.assign("z", "tl.program_id(0) // tiles")
+    if heavy_last(site.by_rows.hi):
+        out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles", "the rows with most keys first: short programs fill the gaps")
+    else:
+        out.assign("tile", "tl.program_id(0) % tiles")
+    decode(out, axes, "z")
+    out.assign("i0", "tile * BLOCK_M")
+    if _mentions(site.by_rows, "i1"):
+        out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
+    out.assign("rows", "tl.arange(0, BLOCK_M)")
+    out.assign("cols", "tl.arange(0, BLOCK_N)")
+    out.assign("i", "i0 + rows")
+    head_index(site, out, "de")
+    if QK in spec.score.leaves:
+        out.assign("q_tile", f"{base(site, 'Q')} + tl.cast(i0, tl.int64) * stride_q_m")
+        load_tile(site, out, "Q", "q", "q_tile", "rows", "(i < M)[:, None]")
+        out.assign("k_matrix", base(site, "K"))
+    out.assign("v_matrix", base(site, "V"))
+    if spec.dropout:
+        out.assign("seed", "tl.load(Seed)")
+    hoisted = out.section()
+    program = Program(spec, hoisted, inner="j")
+    out.assign("m", 'tl.full([BLOCK_M], float("-inf"), tl.float32)', "running maximum of the scores")
+    out.assign("l", "tl.zeros([BLOCK_M], tl.float32)", "running sum of exp(score - m)")
+    for c in site.v_chunks:
+        out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)", "running sum of exp(score - m) * v" if not c.start else "")
+    loops = Loops("j", site.by_rows, "BLOCK_N", "N")
+    loops.prepare(program, out)
+    if loops.full:
+        with out.block(loops.full_head(), "tiles in which every row sees every key"):
+            _tile(site, program, out, partial=False)
+    head, first = loops.partial_head(out)
+    with out.block(head, "tiles cut by the mask or by the end of the keys" if spec.is_masked else "the last, incomplete tile"):
+        out.lines(*first)
+        _tile(site, program, out, partial=True)
+    _finish(site, program, out)
+    return kernel
+
+
+def _mentions(found, name: str) -> bool:
+    return any(Var(name) in e.leaves for e in (found.lo, found.hi, found.full_lo, found.full_hi))
+
+
+def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
+    """The body of a loop over keys: scores, online softmax, weighted sum of values."""
+    spec = site.spec
+    c2 = site.factor * LOG2E
+    out.assign("j", "j0 + cols")
+    visible = spec.visible if partial and spec.is_masked else None
+    program.enter(out, [site.raw, *([visible] if visible is not None else [])], () if partial else "j")
+    check = "(j < N)[:, None]" if partial else ""
+    if QK in spec.score.leaves:
+        load_tile(site, out, "K", "k", "k_matrix + tl.cast(j0, tl.int64) * stride_k_n", "cols", check)
+        product(site, out, "qk", "q", "k", site.qk_chunks)
+    raw = program.tile(site.raw)
+    if partial:
+        seen = ["(j < N)[None, :]"] if visible is None else ["(j < N)[None, :]", program.tile(visible)]
+        out.assign("raw", f'tl.where({" & ".join(seen)}, {raw}, float("-inf"))')
+    else:
+        out.assign("raw", raw if QK == site.raw or program.dims(site.raw) == {"i", "j"} else f"{raw} + tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
+    out.assign("m_new", "tl.maximum(m, tl.max(raw, 1))")
+    if partial or not is_finite(site.raw):
+        out.assign("anchor", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "rows that have seen no key yet: keep exp2(-inf - 0) = 0")
+    else:
+        out.assign("anchor", "m_new")
+    out.assign("p", f"tl.exp2(raw * {c2!r} - (anchor * {c2!r})[:, None])", f"exp((raw - m) * {site.factor!r}) as a power of two: one FMA")
+    out.assign("alpha", f"tl.exp2((m - anchor) * {c2!r})")
+    out.assign("l", "l * alpha + tl.sum(p, 1)")
+    _add_values(site, out, check, "alpha")
+    out.assign("m", "m_new")
+
+
+def _add_values(site: Site, out: Writer, check: str, alpha: str) -> None:
+    if site.spec.dropout:
+        out.assign("keep", f"keep_tile(seed, z, i0, j0, {threshold(site.spec.dropout)}, BLOCK_M, BLOCK_N)")
+        out.assign("p", "tl.where(keep, p, 0.0)", "the sum l is of the weights before dropout")
+    load_tile(site, out, "V", "v", "v_matrix + tl.cast(j0, tl.int64) * stride_v_n", "cols", check)
+    first = site.v_chunks[0]
+    out.assign("weights", f"p.to(v{first.suffix}.dtype)")
+    for c in site.v_chunks:
+        acc = f"acc{c.suffix}"
+        out.assign(acc, site.dot("weights", f"v{c.suffix}", f"{acc} * {alpha}[:, None]" if alpha else acc))
+
+
+def _finish(site: Site, program: Program, out: Writer) -> None:
+    spec = site.spec
+    out.assign("lse", f"m * {site.factor!r} + tl.log(l)" if site.factor != 1.0 else "m + tl.log(l)")
+    if site.averages:
+        out.assign("empty", "(l == 0.0) & (i < M)")
+        with out.block("if tl.max(empty.to(tl.int32)) > 0:", "rows that see no key average v"):
+            with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
+                out.assign("j", "j0 + cols")
+                program.enter(out, [spec.empty_over])
+                over = program.tile(spec.empty_over)
+                conditions = ["empty[:, None]", "(j < N)[None, :]", *([over] if over != "True" else [])]
+                out.assign("p", f"tl.where({' & '.join(conditions)}, 1.0, 0.0)")
+                out.assign("l", "l + tl.sum(p, 1)")
+                _add_values(site, out, "(j < N)[:, None]", "")
+            out.assign("lse", f"tl.where(empty, l * {MEAN_ROW!r}, lse)", "marks the row and holds the number of keys averaged")
+    scale = f"{1.0 / (1.0 - spec.dropout)!r}"
+    if site.can_be_empty and spec.empty_row is EmptyRow.ZERO:
+        out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
+    else:
+        out.assign("scale", f"{scale} / l")
+    out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
+    for c, index, check in pieces(site, "Out"):
+        mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
+        offsets = f"rows[:, None] * stride_o_m + {index}[None, :] * stride_o_d"
+        out.line(f"tl.store(out_tile + {offsets}, (acc{c.suffix} * scale[:, None]).to(Out.dtype.element_ty), mask={mask})")
+    out.line("tl.store(Lse + tl.cast(z, tl.int64) * M + i, lse, mask=i < M)")
+
+

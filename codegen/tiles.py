@@ -1,0 +1,84 @@
+"""How a mask cuts the score matrix into tiles that are skipped, full or partial; the kernels cut by the same arithmetic."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Mapping, Sequence
+
+import torch
+
+from ..expr import BOOL, Call, Expr, Load, Var, call
+from ..reference import evaluate
+from ..spec import AttentionSpec
+from .ranges import bounds
+
+
+@dataclass(frozen=True)
+class TileCounts:
+    """Tiles over all batch indices. `exact` is False if a captured tensor that bounds the mask was not given."""
+
+    skipped: int
+    full: int
+    partial: int
+    exact: bool = True
+
+    @property
+    def total(self) -> int:
+        return self.skipped + self.full + self.partial
+
+    def __str__(self) -> str:
+        share = lambda n: f"{n} ({n / self.total:.0%})" if self.total else "0"
+        about = "" if self.exact else ", at most what the tensors at run time leave"
+        return f"{share(self.skipped)} tiles skipped, {share(self.full)} full, {share(self.partial)} partial{about}"
+
+
+def cut(lo, hi, full_lo, full_hi, block: int):
+    """Tile-aligned segments of one row of tiles: (start, full_start, full_stop, stop), partial outside the full ones.
+
+    Works on ints and, through the same expressions in the kernels, on Triton scalars.
+    """
+    start = lo // block * block
+    stop = max(hi, start)
+    full_start = min(max(-(-full_lo // block) * block, start), stop)
+    full_stop = max(full_start, min(full_hi // block * block, stop))
+    return start, full_start, full_stop, stop
+
+
+def classify(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, sizes: Sequence[int] = (),
+             tensors: Mapping[str, torch.Tensor] | None = None) -> TileCounts:
+    """Count the forward tiles of `spec` by kind. sizes = extents of the axes, then `spec.sizes`.
+
+    Without `tensors`, conditions on captured tensors count as unknown. Costs O(tiles of rows), never O(M * N).
+    """
+    extents = tuple(sizes[: len(spec.axes)]) or (1,) * len(spec.axes)
+    tensors, missing = dict(tensors or {}), {load.name for load in spec.visible.loads} - set(tensors or {})
+    visible = _optimistic(spec.visible, missing)
+    if 0 in (*extents, M, N):
+        return TileCounts(0, 0, 0)
+    env = {"M": M, "N": N, **dict(zip(spec.sizes, sizes[len(spec.axes):]))}
+    rank = len(extents) + 1
+    for d, (name, extent) in enumerate(zip(spec.axes, extents)):
+        env[name] = torch.arange(extent).reshape([-1 if p == d else 1 for p in range(rank)])
+    env["i0"] = torch.arange(0, M, BLOCK_M)
+    env["i1"] = (env["i0"] + BLOCK_M).clamp(max=M) - 1
+    tensors = {name: t.cpu() for name, t in tensors.items()}
+    shape = (*extents, len(env["i0"]))
+    found = bounds(visible, "j")
+    ends = [evaluate(e, env, tensors, None, torch.float64).expand(shape).flatten().tolist()
+            for e in (found.lo, found.hi, found.full_lo, found.full_hi)]
+    full = partial = 0
+    tiles = lambda a, b: max(0, -(-(b - a) // BLOCK_N))
+    for row in zip(*ends):
+        start, full_start, full_stop, stop = cut(*row, BLOCK_N)
+        full += tiles(full_start, full_stop)
+        partial += tiles(start, full_start) + tiles(full_stop, stop)
+    return TileCounts(math.prod(shape) * -(-N // BLOCK_N) - full - partial, full, partial, exact=not missing)
+
+
+def _optimistic(visible: Expr, missing: set[str]) -> Expr:
+    """Without its tensors a condition may hold or not: replace it by a load that no rule can solve."""
+    if not any(load.name in missing for load in visible.loads):
+        return visible
+    if isinstance(visible, Call) and visible.op in ("and", "or", "not"):
+        return call(visible.op, *(_optimistic(a, missing) for a in visible.args))
+    return Load("unknown", (Var("i"), Var("j")), BOOL)

@@ -1,0 +1,90 @@
+"""Run a spec through its generated Triton kernels. Everything that can be known from a call's shapes is worked out once."""
+from __future__ import annotations
+
+import math
+from typing import Sequence
+
+import torch
+
+from .. import compat
+from ..errors import PlanError
+from ..region import Problem
+from ..spec import AttentionSpec
+from . import gpu, plan
+from .load import load
+from .render import render
+
+_FORWARD: dict[tuple, object] = {}
+_BACKWARD: dict[tuple, object] = {}
+_MODULES: dict[tuple, object] = {}
+
+
+def problem_of(spec: AttentionSpec, q, k, v, sizes: Sequence[int]) -> Problem:
+    n = len(spec.axes)
+    name = lambda t: str(t.dtype).removeprefix("torch.")
+    return Problem(tuple(int(e) for e in sizes[:n]), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], name(q), name(v),
+                   tuple(int(s) for s in sizes[n:]))
+
+
+def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, needs: tuple[bool, ...]):
+    """The generated module; sizes other than head sizes do not enter its text, so that new lengths compile nothing new."""
+    if device.type == "cpu":
+        compat.repair_interpreter()
+    card = gpu.current(device)
+    forward = plan.make_plan(spec, problem, card, "forward")
+    backward = plan.make_plan(spec, problem, card, "backward") if any(needs) else None
+    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, needs, forward.precision,
+           *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
+    if key not in _MODULES:
+        _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
+    return _MODULES[key]
+
+
+def _check(spec: AttentionSpec, aux: Sequence[torch.Tensor]) -> None:
+    for a, t in zip(spec.aux, aux):
+        if t.numel() >= 2 ** 31 and any({"i", "j"} <= index.variables for load in spec.loads if load.name == a.name for index in load.index):
+            raise PlanError(f"{a.name} has {t.numel()} elements and is read at computed positions, which are 32-bit in the kernels")
+
+
+def _key(spec, q, k, v, sizes) -> tuple:
+    return (spec, q.shape, k.shape, v.shape, q.dtype, v.dtype, q.device, tuple(sizes), plan.matmul_precision(), tuple(plan.OVERRIDE.items()))
+
+
+def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
+    """`launch.forward` on a GPU or in Triton's interpreter."""
+    key = _key(spec, q, k, v, sizes)
+    found = _FORWARD.get(key)
+    if found is None:
+        problem = problem_of(spec, q, k, v, sizes)
+        _check(spec, aux)
+        empty = math.prod(problem.extents) * problem.M * problem.N == 0
+        found = _FORWARD[key] = _nothing if empty else module_for(spec, problem, q.device, (False,) * (3 + len(aux))).forward
+    return found(q, k, v, aux, seed, sizes)
+
+
+def _nothing(q, k, v, aux, seed, sizes):
+    """No keys, or no output at all."""
+    from .layout import empty_lse, empty_output
+    extents = sizes[: q.dim() - 2]
+    return empty_output(extents, q.shape[-2], v).zero_(), empty_lse(extents, q.shape[-2], v).fill_(-math.inf)
+
+
+def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs):
+    """`launch.backward` on a GPU or in Triton's interpreter."""
+    operands = (q, k, v, *aux)
+    needs = tuple(bool(n) for n in needs)
+    key = (needs, *_key(spec, q, k, v, sizes))
+    found = _BACKWARD.get(key)
+    if found is None:
+        problem = problem_of(spec, q, k, v, sizes)
+        empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
+        found = _BACKWARD[key] = False if empty else module_for(spec, problem, q.device, needs).backward
+    grads = found(grad_out, q, k, v, aux, seed, out, lse, sizes) if found else [None] * len(operands)
+    result = []
+    for t, need, gradient in zip(operands, needs, grads):
+        if not need:
+            gradient = torch.empty(0, dtype=t.dtype, device=t.device)
+        elif gradient is None:  # nothing depends on it
+            gradient = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+        result.append(gradient)
+    return result
