@@ -47,7 +47,8 @@ def accumulate(spec: AttentionSpec, load: Load, dense: torch.Tensor, into: torch
                 index.append(slice(first, first + env[a.name].numel()))
                 source.append(order.index(a.name))
         absent = [d for d in range(dense.dim()) if d not in source]
-        into[tuple(index)] += dense.permute(*source, *absent).flatten(len(source)).squeeze(-1).to(into.dtype)
+        moved = dense.permute(*source, *absent)
+        into[tuple(index)] += moved.reshape(moved.shape[: len(source)]).to(into.dtype)
         return
     position = torch.zeros((), dtype=torch.int64, device=into.device)
     for a, extent, stride in zip(load.index, into.shape, into.stride()):

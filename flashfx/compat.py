@@ -42,3 +42,9 @@ def repair_interpreter() -> None:
 
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_dot = create_dot
+
+
+def size_hint(shape_env, expression) -> int:
+    """A representative value of a symbolic size; adds no guard."""
+    hint = getattr(shape_env, "optimization_hint", None)  # torch 2.12 on; size_hint before
+    return int(hint(expression, fallback=1024) if hint is not None else shape_env.size_hint(expression, allow_none=True) or 1024)

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import torch
 
+from flashfx.compat import size_hint
 from flashfx.region import Problem
 
 from .find import Site
-from .index import Size
 from .lift import Lifted, Refused
 
 MAX_HEAD = 256
@@ -14,15 +14,7 @@ GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_DTYPES = (*GPU_DTYPES, torch.float64)
 
 
-def hint_of(s: Size) -> int:
-    """A representative number for a size: itself, or the hint of a symbol."""
-    if isinstance(s, int):
-        return s
-    from flashfx.compat import size_hint
-    return size_hint(s)
-
-
-def check(site: Site, lifted: Lifted, dropout_allowed: bool = True) -> Problem:
+def check(site: Site, lifted: Lifted, shape_env, dropout_allowed: bool = True) -> Problem:
     """The problem's shape for planning. Raises `Refused`."""
     q, k, v = (operands[0].value.fake for operands in (lifted.q, lifted.k, lifted.v))
     out = site.out
@@ -51,6 +43,7 @@ def check(site: Site, lifted: Lifted, dropout_allowed: bool = True) -> Problem:
     if spec.dropout and not dropout_allowed:
         raise Refused("dropout with activation_memory_budget = 0 would draw other random numbers in backward", out,
                       "set torch._functorch.config.activation_memory_budget above 0")
+    hint_of = lambda s: s if isinstance(s, int) else size_hint(shape_env, s)
     name = lambda t: str(t.dtype).removeprefix("torch.")
     return Problem(
         extents=tuple(hint_of(extents[n]) for n in lifted.dims), M=hint_of(sizes["i"]), N=hint_of(sizes["j"]), D=sizes["d"],

@@ -69,6 +69,13 @@ class Emitter:
             return out
         raise Refused(f"no node of the graph holds the size {s}")
 
+    def number(self, x: torch.SymFloat) -> fx.Node:
+        for node, step in self.vg.steps.items():
+            example = node.meta.get("example_value")
+            if step < self.step and isinstance(example, torch.SymFloat) and example.node.expr == x.node.expr:
+                return node
+        raise Refused(f"no node of the graph holds the number {x}")
+
     # ------------------------------------------------------------------ values
     def holder(self, v: Value) -> fx.Node | None:
         """A Dynamo node in front of us that holds `v` now."""
@@ -83,6 +90,8 @@ class Emitter:
             return True
         if v.op is None:
             return False
+        if self._reshaped(v) is not None:
+            return True
         dear = v.name in PRODUCTS or v.op in (DROPOUT, SDPA) or RANDOM in v.op.tags or "convolution" in v.name
         if dear and v.owner is not self.before:
             return False
@@ -95,13 +104,22 @@ class Emitter:
             self.nodes[v] = found if found is not None else self._make(v)
         return self.nodes[v]
 
+    def _reshaped(self, v: Value) -> fx.Node | None:
+        """A node that holds `v` under another shape: matmul's result is held, not that of the bmm inside."""
+        for user in self.vg.users()[v]:
+            if user.name in _FREE_VIEWS and (held := self.holder(user)) is not None:
+                return held
+        return None
+
     def _make(self, v: Value) -> fx.Node:
+        if (held := self._reshaped(v)) is not None:
+            return self.method("reshape", held, tuple(self.size(size(s)) for s in v.shape))
         if not self.can(v):
             raise Refused("a tensor that the attention reads is changed in place before it ends", v,
                           "move the in-place change behind the attention, or make it out of place")
         inputs = {x: self.value(x) for x in v.inputs}
-        convert = lambda a: inputs[a] if isinstance(a, Value) else self.size(size(a)) if isinstance(a, torch.SymInt) else a
-        args, kwargs = torch.utils._pytree.tree_map_only((Value, torch.SymInt), convert, (v.args, v.kwargs))
+        convert = lambda a: inputs[a] if isinstance(a, Value) else self.number(a) if isinstance(a, torch.SymFloat) else self.size(size(a))
+        args, kwargs = torch.utils._pytree.tree_map_only((Value, torch.SymInt, torch.SymFloat), convert, (v.args, v.kwargs))
         if v.op is DROPOUT:
             return self.call(torch.nn.functional.dropout, args[0], args[1], True)
         if v.op is SDPA:

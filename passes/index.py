@@ -26,6 +26,11 @@ def size(x) -> Size:
     return int(x)
 
 
+def number(x):
+    """A Python number. A symbolic float (a module attribute under dynamic=True) is specialised, which guards on its value."""
+    return float(x) if isinstance(x, torch.SymFloat) else x
+
+
 def same(a: Size, b: Size) -> bool:
     """Provably equal."""
     if isinstance(a, int) and isinstance(b, int):

@@ -15,7 +15,7 @@ from flashfx.expr import FLOAT, QK, TRUE, Const, Expr, Load, Var, call, cast, co
 from flashfx.spec import AttentionSpec, Aux, EmptyRow
 
 from .find import CASTS, DROPOUTS, PRODUCTS, Site, softmax_of
-from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, quotient, same, size
+from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, quotient, same, size
 from .masks import contract, normal_condition, normal_score, peel
 from .operands import Operand, arrange, trace_back
 from .pull import Puller
@@ -170,7 +170,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     puller = Puller(extents, vg.constants)
     at = lambda t, lead, *own: broadcast((*lead, *own), [size(s) for s in t.shape])
     puller.product = (q, at(q, batch, i, d), k, None, None)
-    score: Expr = call("mul", QK, Const(float(scale) if scale is not None else 1.0 / math.sqrt(int(q.shape[-1]))))
+    score: Expr = call("mul", QK, Const(float(number(scale)) if scale is not None else 1.0 / math.sqrt(int(q.shape[-1]))))
     visible: Expr = call("le", Var("j"), Var("i")) if causal else TRUE
     if mask is not None:
         m = puller.pull(mask, at(mask, batch, i, j))
@@ -180,7 +180,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
             score = call("add", score, cast(m, FLOAT))
     # the product's right operand read as (…, d, j)
     lifted = _finish(site, vg, frame, puller, score, visible, True, v, at(v, heads(v), j, e),
-                     call_ if p else None, key=(k, at(k, heads(k), j, d)))
+                     call_ if number(p) else None, key=(k, at(k, heads(k), j, d)))
     lifted.out_dims = [*frame.dims, ["i"], ["e"]]
     return lifted
 
@@ -237,7 +237,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     used = {n for e in (score, shown, over) for n in e.variables}
     sizes = [(s, name) for s, name in puller.names.items() if name in used]
     depends = lambda found: frozenset(renamed[n] for n in found[0].dims if n in renamed)
-    p = 0.0 if dropped is None else dropped.args[1] if site.weights is not None else site.out.args[4]
+    p = 0.0 if dropped is None else number(dropped.args[1] if site.weights is not None else dropped.args[4])
     if not 0.0 <= p < 1.0:
         raise Refused(f"dropout with p={p}", dropped)
     spec = AttentionSpec(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,8 +26,8 @@ from .values import Value, ValueGraph, tensors_in
 log = logging.getLogger(__name__)
 
 _markers = torch.library.Library("flashfx_ir", "DEF")
-_markers.define("dropout(Tensor x, float p) -> Tensor")
-_markers.define("sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
+_markers.define("dropout(Tensor x, Scalar p) -> Tensor")
+_markers.define("sdpa(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Scalar dropout_p, bool is_causal, Scalar? scale, "
                 "bool enable_gqa) -> Tensor")
 
 
@@ -46,14 +47,14 @@ SDPA = torch.ops.flashfx_ir.sdpa.default
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    if not training or p == 0:
+    if not training or (isinstance(p, (int, float)) and p == 0):
         return input
-    dropped = DROPOUT(input, float(p))
+    dropped = DROPOUT(input, p)
     return input.copy_(dropped) if inplace else dropped
 
 
 def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    return SDPA(query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale, bool(enable_gqa))
+    return SDPA(query, key, value, attn_mask, dropout_p, bool(is_causal), scale, bool(enable_gqa))
 
 
 _KEPT_WHOLE = {
@@ -142,6 +143,7 @@ class _Runner(fx.Interpreter):
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.mode)
             given = {n: self._detached(n) for n in [*placeholders, *self.opaque]}
+            stack.enter_context(enable_python_dispatcher())  # symbolic sizes in meta functions
             stack.enter_context(self.recorder)
             torch._enable_functionalization(reapply_views=True)
             stack.callback(torch._disable_functionalization)
@@ -239,6 +241,7 @@ def normalise(gm: fx.GraphModule) -> ValueGraph | None:
         while True:
             runner = _Runner(gm, examples, opaque, first.fake_mode)
             if runner.record(placeholders):
+                runner.vg.shape_env = first.fake_mode.shape_env
                 return runner.vg
             opaque.add(runner.failed)
     finally:

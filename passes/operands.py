@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Sequence
 
-from .index import Affine, Index, NotAffine, Size, at_least, product, same, size
+import torch
+
+from .index import Affine, Index, NotAffine, Size, at_least, number, product, same, size
 from .values import Value
 from .views import step_through
 
@@ -103,8 +105,8 @@ def trace_back(v: Value, index: Index, wanted: Sequence[str], extents: dict[str,
 
 
 def constant_factor(v: Value) -> float | None:
-    if v.name in ("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar") and isinstance(v.args[1], (int, float)) \
-            and not isinstance(v.args[1], bool) and v.args[1] and v.dtype == v.args[0].dtype:
-        return float(v.args[1]) if v.name.startswith("mul") else 1.0 / v.args[1]
+    if v.name in ("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar") and isinstance(v.args[1], (int, float, torch.SymFloat)) \
+            and not isinstance(v.args[1], bool) and v.dtype == v.args[0].dtype and (by := number(v.args[1])):
+        return float(by) if v.name.startswith("mul") else 1.0 / by
     return None
 

@@ -34,17 +34,11 @@ def _reads(site: Site, lifted: Lifted) -> list[Value]:
 
 
 def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Refused]:
-    """Sites whose weights or scores somebody else still reads when all of `found` are replaced."""
+    """Sites whose weights somebody else still reads when all of `found` are replaced."""
     needed = still_read(vg, {s.out: _reads(s, lifted) for s, lifted in found.items()})
-    refused = {}
-    for site, lifted in found.items():
-        for value, what in ((site.weights, "attention weights"), (lifted.product, "scores")):
-            if value is not None and value in needed:
-                reader = needed[value]
-                refused[site] = Refused(f"the {what} are also read by {_name(reader)}", value,
-                                        "do not return or store them, e.g. output_attentions=False")
-                break
-    return refused
+    return {site: Refused(f"the attention weights are also read by {_name(needed[site.weights])}", site.weights,
+                          "do not return or store them, e.g. output_attentions=False")
+            for site in found if site.weights is not None and site.weights in needed}
 
 
 def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, label: str = "graph") -> list[Region]:
@@ -66,7 +60,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         try:
             lifted = lift(site, vg)
             stage = "check"
-            problems[site] = check(site, lifted, dropout_allowed)
+            problems[site] = check(site, lifted, vg.shape_env, dropout_allowed)
             found[site] = lifted
         except Refused as why:
             refusals[site] = _refusal(stage, site, why)

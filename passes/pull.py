@@ -14,7 +14,7 @@ import torch
 from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, cast, const
 from flashfx.ops import BY_ATEN
 
-from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, same, size
+from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, same, size
 from .values import Value
 from .views import step_through, within
 
@@ -152,8 +152,8 @@ class Puller:
             return self.pull(v, broadcast(x, [size(s) for s in v.shape]))
         if isinstance(v, (torch.SymInt, sympy.Expr)):
             return self.size(v)
-        if isinstance(v, (bool, int, float)):
-            return Const(v)
+        if isinstance(v, (bool, int, float, torch.SymFloat)):
+            return Const(number(v))
         raise NotAffine(f"{v!r} is no scalar")
 
     def _pointwise(self, v: Value, x: Index) -> Expr | None:
@@ -221,7 +221,7 @@ def simplified(op: str, *args: Expr) -> Expr:
 
 def _constant(value) -> callable:
     def rule(p: Puller, v: Value, x: Index) -> Expr:
-        c = value(v)
+        c = number(value(v))
         if isinstance(c, torch.SymInt):
             return cast(p.size(c), kind_of(v.dtype))
         return cast(Const(round_to(float(c), v.dtype) if v.dtype.is_floating_point else c), kind_of(v.dtype))
@@ -340,7 +340,7 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
     p.extents["d"] = size(left.shape[-1])
     if v.name in ("bmm.default", "mm.default"):
         return QK
-    beta, alpha = v.kwargs.get("beta", 1), v.kwargs.get("alpha", 1)
+    beta, alpha = number(v.kwargs.get("beta", 1)), number(v.kwargs.get("alpha", 1))
     dot = call("mul", QK, const(float(alpha)))
     if beta == 0:
         return dot

@@ -72,6 +72,7 @@ class ValueGraph:
     readers    for each root value, the Dynamo nodes that read it
     constants  data of tensor constants
     changing   Dynamo nodes that change a tensor in place
+    shape_env  where symbolic sizes live, None if all are static
     """
 
     values: list[Value] = field(default_factory=list)
@@ -80,6 +81,7 @@ class ValueGraph:
     roots: dict[Value, fx.Node] = field(default_factory=dict)
     constants: dict[Value, torch.Tensor] = field(default_factory=dict)
     changing: set[fx.Node] = field(default_factory=set)
+    shape_env: Any = None
 
     def held(self, node: fx.Node, step: int) -> Value | None:
         """The value of `node`'s tensor just before Dynamo node number `step` runs."""
