@@ -62,7 +62,7 @@ class Bounds:
     @property
     def is_total(self) -> bool:
         """Is everything visible?"""
-        return is_const(self.lo, 0) and is_const(self.full_lo, 0) and self.hi == self.full_hi
+        return is_const(self.lo, 0) and is_const(self.full_lo, 0) and self.hi == self.full_hi and self.hi in (Var("N"), Var("M"))
 
     @property
     def starts_full(self) -> bool:
