@@ -19,6 +19,14 @@ from .views import VIEWS, step_through
 _FREE_VIEWS = {"view.default", "_unsafe_view.default", "_reshape_alias.default"}
 
 
+_aten = torch.ops.aten
+_METHODS = {
+    "select": _aten.select.int, "narrow": _aten.narrow.default, "unflatten": _aten.unflatten.int, "permute": _aten.permute.default,
+    "unsqueeze": _aten.unsqueeze.default, "squeeze": _aten.squeeze.dim, "flatten": _aten.flatten.using_ints,
+    "reshape": _aten.reshape.default, "to": _aten.to.dtype, "size": _aten.sym_size.int,
+}
+
+
 class Emitter:
     """Emits in front of Dynamo node `before`, which disappears: its own values may be emitted whatever they cost."""
 
@@ -32,12 +40,22 @@ class Emitter:
     def call(self, target, *args, **kwargs) -> fx.Node:
         with self.gm.graph.inserting_before(self.before):
             node = self.gm.graph.call_function(target, args, kwargs)
-        return self._described(node)
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self.before.meta:
+                node.meta[key] = self.before.meta[key]
+        node.meta["example_value"] = self._example(target, args, kwargs)
+        return node
+
+    def _example(self, target, args, kwargs):
+        """The call under fake tensors: caches and later passes expect every node to say what it yields."""
+        table = lambda a: a.meta["example_value"] if isinstance(a, fx.Node) else a
+        args, kwargs = torch.fx.node.map_arg((args, kwargs), table)
+        with self.vg.looking():
+            return target(*args, **kwargs)
 
     def method(self, name: str, *args) -> fx.Node:
-        with self.gm.graph.inserting_before(self.before):
-            node = self.gm.graph.call_method(name, args)
-        return self._described(node)
+        """A view step as an ATen call: the AOTAutograd cache takes those without metadata."""
+        return self.call(_METHODS[name], *args)
 
     def _described(self, node: fx.Node) -> fx.Node:
         for key in ("stack_trace", "nn_module_stack"):
@@ -127,7 +145,7 @@ class Emitter:
             return self.call(torch.nn.functional.scaled_dot_product_attention, q, k, val, attn_mask=mask, dropout_p=p,
                              is_causal=causal, scale=scale, enable_gqa=gqa)
         if v.name in _FREE_VIEWS:  # the input's strides may now be others
-            return self.call(torch.ops.aten.reshape.default, *args)
+            return self.call(_aten.reshape.default, *args)
         if len(v.op._schema.returns) == 1 and not str(v.op._schema.returns[0].type).startswith("List"):
             return self.call(v.op, *args, **kwargs)
         key = (v.op, str(v.args), str(v.kwargs))

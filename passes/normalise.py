@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -125,25 +123,19 @@ class _Runner(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, examples: dict, opaque: set[fx.Node], mode: FakeTensorMode):
         super().__init__(gm, garbage_collect_values=False)
-        self.vg = ValueGraph()
-        self.recorder, self.opaque, self.mode = _Recorder(self.vg), opaque, mode
+        self.vg = ValueGraph(mode=mode)
+        self.recorder, self.opaque = _Recorder(self.vg), opaque
         self.wrappers: dict[fx.Node, torch.Tensor] = {}
         self.autocast: list[Any] = []
         self.failed: fx.Node | None = None
         self.examples = examples
 
     def record(self, placeholders: list[fx.Node]) -> bool:
-        env = self.mode.shape_env
         grad = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(tracing(None))
-            if env is not None:  # looking adds no guard
-                stack.enter_context(env.suppress_guards())
-                stack.enter_context(env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(self.vg.looking())
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self.mode)
             given = {n: self._detached(n) for n in [*placeholders, *self.opaque]}
-            stack.enter_context(enable_python_dispatcher())  # symbolic sizes in meta functions
             stack.enter_context(self.recorder)
             torch._enable_functionalization(reapply_views=True)
             stack.callback(torch._disable_functionalization)
@@ -184,7 +176,7 @@ class _Runner(fx.Interpreter):
         found = super().get_attr(target, args, kwargs)
         if not isinstance(found, torch.Tensor) or torch._is_functional_tensor(found):
             return found
-        fake = self.mode.from_tensor(found, static_shapes=True)
+        fake = self.vg.mode.from_tensor(found, static_shapes=True)
         wrapped = self._wrap(fake, self.recorder.owner)
         self.vg.constants[self.recorder.of[id(fake)]] = found
         return wrapped
@@ -241,7 +233,6 @@ def normalise(gm: fx.GraphModule) -> ValueGraph | None:
         while True:
             runner = _Runner(gm, examples, opaque, first.fake_mode)
             if runner.record(placeholders):
-                runner.vg.shape_env = first.fake_mode.shape_env
                 return runner.vg
             opaque.add(runner.failed)
     finally:

@@ -11,6 +11,7 @@ from flashfx.region import Refusal, Region
 
 from .check import check
 from .find import Site, find
+from .index import same, size
 from .lift import Lifted, Refused, lift
 from .normalise import normalise
 from .splice import splice, still_read, sweep
@@ -76,6 +77,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     _drop(found, refusals, "splice", vg)
     for site in found:
         for old, new in replaced[site].items():
+            _same_kind(old, new)
             old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
     if sites:
         cut = {s.out: _reads(s, lifted) for s, lifted in found.items()}
@@ -93,6 +95,14 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     return regions
 
 
+def _same_kind(old: fx.Node, new: fx.Node) -> None:
+    """Law of splice: the replacement has the shape and dtype of what it replaces."""
+    a, b = old.meta.get("example_value"), new.meta["example_value"]
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and len(a.shape) == len(b.shape) and all(same(size(x), size(y)) for x, y in zip(a.shape, b.shape)), \
+            f"{old} is {a.dtype} {tuple(a.shape)}, its replacement {new} {b.dtype} {tuple(b.shape)}"
+
+
 def _drop(found: dict[Site, Lifted], refusals: dict[Site, Refusal], stage: str, vg: ValueGraph) -> None:
     """Refuse sites until what is left reads nobody's weights but its own."""
     while refused := _used_elsewhere(vg, found):
@@ -100,5 +110,3 @@ def _drop(found: dict[Site, Lifted], refusals: dict[Site, Refusal], stage: str, 
             refusals[site] = _refusal(stage, site, why)
             del found[site]
 
-
-__all__ = ["rewrite", "torch"]

@@ -1,12 +1,15 @@
 """The value graph: a Dynamo graph as functional ATen calls, each value knowing the Dynamo node that owns it."""
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from typing import Any, Iterator
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import tracing
 
 
 @dataclass(eq=False)
@@ -72,7 +75,7 @@ class ValueGraph:
     readers    for each root value, the Dynamo nodes that read it
     constants  data of tensor constants
     changing   Dynamo nodes that change a tensor in place
-    shape_env  where symbolic sizes live, None if all are static
+    mode       the fake mode of the graph's example values
     """
 
     values: list[Value] = field(default_factory=list)
@@ -81,7 +84,24 @@ class ValueGraph:
     roots: dict[Value, fx.Node] = field(default_factory=dict)
     constants: dict[Value, torch.Tensor] = field(default_factory=dict)
     changing: set[fx.Node] = field(default_factory=set)
-    shape_env: Any = None
+    mode: Any = None
+
+    @property
+    def shape_env(self):
+        """Where symbolic sizes live; None if all are static."""
+        return self.mode.shape_env
+
+    @contextlib.contextmanager
+    def looking(self):
+        """Run ops on example values: under their fake mode, outside the compile in progress, adding no guard."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing(None))
+            if self.shape_env is not None:
+                stack.enter_context(self.shape_env.suppress_guards())
+                stack.enter_context(self.shape_env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(self.mode)
+            stack.enter_context(enable_python_dispatcher())  # symbolic sizes in meta functions
+            yield
 
     def held(self, node: fx.Node, step: int) -> Value | None:
         """The value of `node`'s tensor just before Dynamo node number `step` runs."""
