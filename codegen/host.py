@@ -17,7 +17,7 @@ def kernels(site: Site) -> dict[str, Kernel]:
         found["delta"] = delta_kernel(site)
     if site.needs[1] or site.needs[2] or site.loads_over("j"):
         found["keys"] = keys_kernel(site)
-    if site.needs[0] or site.loads_over("i") or site.loads_over():
+    if site.needs[0] or site.loads:
         found["rows"] = rows_kernel(site)
     for load in site.loads_over("i", "j"):
         found[f"dense {buffer(site, load)}"] = dense_kernel(site, load)
@@ -65,10 +65,10 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         if site.averages:
             out.line("averaging = (lse >= MEAN_ROW).any(-1).to(torch.int32)", "batch indices with rows that average v")
         results = ["None"] * 3
-        if "keys" in found:
-            results[1], results[2] = _keys(site, found["keys"], out)
         if "rows" in found:
             results[0] = _rows(site, found["rows"], out)
+        if "keys" in found:
+            results[1], results[2] = _keys(site, found["keys"], out)
         for load in site.loads_over("i", "j"):
             _dense(site, load, found[f"dense {buffer(site, load)}"], out)
         for a, need in zip(spec.aux, site.needs[3:]):

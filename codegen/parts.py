@@ -75,6 +75,7 @@ class Site:
     v_dtype: str
     precision: str = "ieee"
     wide: bool = False           # M <= N is known: with it, more masks provably leave no row empty
+    descriptors: bool = False    # read tiles through tensor descriptors (TMA)
     needs: tuple[bool, ...] = ()
 
     @property
@@ -186,6 +187,12 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
     spec, out = site.spec, {}
     for name, (_, tensor, *_rest) in OPERANDS.items():
         out[name] = tensor
+    if site.descriptors:
+        for name, (_, tensor, _, row, _) in OPERANDS.items():
+            axes = [n for n, a in enumerate(spec.axes) if a in operand_axes(site, name)]
+            for c, _, _ in pieces(site, name):
+                block = "BLOCK_M" if row == "m" else "BLOCK_N"
+                out[tiles_name(name, c)] = f"tiles_of({tensor}, {axes}, OPTIONS['{block}'], {c.width})"
     out |= {"Lse": "lse", "Delta": "delta", "Averaging": "averaging"} | results
     out |= {pointer(a.name): local(a.name) for a in spec.aux} | {"Seed": "seed"}
     for name, (_, tensor, prefix, row, _) in OPERANDS.items():
@@ -224,14 +231,46 @@ def pieces(site: Site, operand: str) -> list[tuple[Chunk, str, str]]:
     return [(c, letter + c.suffix, f"({letter}{c.suffix} < {size})[None, :]" if c.masked else "") for c in found]
 
 
-def load_tile(site: Site, out: Writer, operand: str, name: str, address: str, rows: str, check: str = "", comment: str = "") -> None:
-    """name = rows of the operand, one variable per head-size chunk. `rows` counts from `address`; `check` bounds them."""
+def row_names(operand: str) -> tuple[str, str]:
+    """(start of the tile, counting vector) of the operand's rows."""
+    return ("i0", "rows") if OPERANDS[operand][3] == "m" else ("j0", "cols")
+
+
+def matrix(site: Site, out: Writer, operand: str) -> None:
+    """Assign the operand's matrix for the current batch indices, from which a loop reads tiles."""
+    if not site.descriptors:
+        out.assign(f"{OPERANDS[operand][2]}_matrix", base(site, operand))
+
+
+def load_tile(site: Site, out: Writer, operand: str, name: str, check: str = "", looped: bool = False) -> None:
+    """name = a tile of the operand's rows, one variable per head-size chunk.
+
+    check   bounds the rows; "" if they cannot lie outside
+    looped  read in an inner loop: from the matrix of `matrix(...)`, by the GPU's tensor memory accelerator if the site allows it
+    """
     _, _, prefix, row, _ = OPERANDS[operand]
-    for n, (c, index, head_check) in enumerate(pieces(site, operand)):
+    start, rows = row_names(operand)
+    if looped and site.descriptors:
+        block = "BLOCK_M" if rows == "rows" else "BLOCK_N"
+        position = [*(local(a) for a in operand_axes(site, operand)), start]
+        for c, _, _ in pieces(site, operand):
+            index = ", ".join([*position, str(c.start)])
+            out.assign(name + c.suffix, f"{tiles_name(operand, c)}.load([{index}]).reshape({block}, {c.width})")
+        return
+    address = f"{prefix}_matrix" if looped else base(site, operand)
+    address = f"{address} + tl.cast({start}, tl.int64) * stride_{prefix}_{row}"
+    parts = pieces(site, operand)
+    if len(parts) > 1:
+        address = out.assign(f"{prefix}_tile", address)
+    for c, index, head_check in parts:
         conditions = [x for x in (check, head_check) if x]
         mask = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
         offsets = f"{rows}[:, None] * stride_{prefix}_{row} + {index}[None, :] * stride_{prefix}_d"
-        out.assign(name + c.suffix, f"tl.load({address} + {offsets}{mask})", comment if n == 0 else "")
+        out.assign(name + c.suffix, f"tl.load({address} + {offsets}{mask})")
+
+
+def tiles_name(operand: str, c: Chunk) -> str:
+    return f"{operand}_tiles{c.suffix}"
 
 
 def product(site: Site, out: Writer, result: str, a: str, b: str, found: Sequence[Chunk]) -> None:

@@ -27,6 +27,7 @@ class Plan:
 
     shared     bytes of shared memory, an upper bound of what the compiler takes
     precision  of float32 matrix products: "ieee" or "tf32"
+    descriptors  tiles are read by the tensor memory accelerator
     reason     why these tiles
     """
 
@@ -40,6 +41,7 @@ class Plan:
     shared: int
     gpu: GPU
     precision: str
+    descriptors: bool
     reason: str
     rows: Plan | None = None
     dense: Plan | None = None
@@ -50,7 +52,7 @@ class Plan:
 
     def __str__(self) -> str:
         own = (f"{self.kernel} {self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages, "
-               f"{self.shared / 1024:.0f} KiB shared")
+               f"{self.shared / 1024:.0f} KiB shared{', TMA' if self.descriptors else ''}")
         parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
         return f"{self.schedule} on {self.gpu.name}: {'; '.join(parts)} ({self.reason})"
 
@@ -88,9 +90,9 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     elif kernel == "forward":
         start = (128, 128, 8, 3) if head <= 64 else (128, 64, 8, 3) if head <= 128 else (64, 64, 4, 2) if gpu.capability[0] < 9 else (128, 64, 8, 2)
     elif kernel == "keys":
-        start = (64, 128, 8, 2) if head <= 128 else (32, 64, 4, 2)
+        start = (64, 128, 8, 2) if head <= 128 else (32, 64, 8, 2)
     elif kernel == "rows":
-        start = (128, 64, 8, 2) if head <= 128 else (64, 32, 4, 2)
+        start = (128, 64, 8, 2) if head <= 128 else (64, 32, 8, 2)
     else:
         start = (64, 64, 4, 1)
     tried = [start]
@@ -103,7 +105,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
                 m //= 2
             else:
                 n //= 2
-            warps = max(1, min(warps, m * n // 512))
+            warps = min(warps, max(2, m * n // 256))
         elif stages > 1:
             stages -= 1
         else:
@@ -141,10 +143,10 @@ REGISTER_LIMIT = 200
 """Of 255, for accumulators and score tiles; addresses, row vectors and the pipeline need the rest."""
 
 
-def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> Plan:
+def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, descriptors: bool) -> Plan:
     if kernel in OVERRIDE:
         tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
-        return Plan("triton", direction, kernel, *tiles, shared_bytes(kernel, tiles, problem, spec, gpu), gpu, matmul_precision(), reason)
+        return Plan("triton", direction, kernel, *tiles, shared_bytes(kernel, tiles, problem, spec, gpu), gpu, matmul_precision(), descriptors, reason)
     for dtype in (problem.dtype, problem.v_dtype):
         if dtype not in ("float16", "bfloat16", "float32"):
             raise PlanError(f"the generated kernels take float16, bfloat16 and float32, not {dtype}; float64 runs in the tiled PyTorch schedule")
@@ -156,21 +158,28 @@ def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gp
         registers = registers_per_thread(kernel, tiles, problem)
         if shared <= gpu.shared_per_block and registers <= REGISTER_LIMIT:
             reason = f"{shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, about {registers:.0f} of 255 registers"
-            return Plan("triton", direction, kernel, *tiles, shared, gpu, matmul_precision(), reason if not step else f"{reason}, step {step} of the ladder")
+            return Plan("triton", direction, kernel, *tiles, shared, gpu, matmul_precision(), descriptors, reason if not step else f"{reason}, step {step} of the ladder")
     raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even 16x16 tiles need {shared} bytes of shared memory and "
                     f"{registers:.0f} registers per thread in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes and 255 registers")
 
 
-def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str) -> Plan:
+def has_descriptors(spec: AttentionSpec, problem: Problem, gpu: GPU) -> bool:
+    """Does the card have a tensor memory accelerator, and can it index these operands?"""
+    return gpu.capability >= (9, 0) and len(spec.axes) <= 3 and "float32" not in (problem.dtype, problem.v_dtype)
+
+
+def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None) -> Plan:
     """Tiles for "forward", or for "backward": the plan of the dK/dV kernel with `rows` and `dense` beside it.
 
+    descriptors  False if the operands' strides rule out TMA; by default it is used where the card has it
     Raises PlanError naming the limit if nothing fits.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, not {direction!r}")
+    use = has_descriptors(spec, problem, gpu) and descriptors is not False
     if direction == "forward":
-        return _plan("forward", direction, spec, problem, gpu)
-    rows = _plan("rows", direction, spec, problem, gpu)
+        return _plan("forward", direction, spec, problem, gpu, use)
+    rows = _plan("rows", direction, spec, problem, gpu, use)
     needs_dense = any({"i", "j"} <= load.variables for load in spec.score.loads if load.kind == "float")
-    dense = _plan("dense", direction, spec, problem, gpu) if needs_dense else None
-    return replace(_plan("keys", direction, spec, problem, gpu), rows=rows, dense=dense)
+    dense = _plan("dense", direction, spec, problem, gpu, False) if needs_dense else None
+    return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=dense)

@@ -30,7 +30,8 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
     if needs is None:
         in_score = {load.name for load in spec.score.loads if load.kind == "float"}
         needs = (True, True, True, *(a.kind == "float" and a.name in in_score for a in spec.aux))
-    return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N, tuple(needs))
+    return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
+                plan.descriptors, tuple(needs))
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,
@@ -42,7 +43,7 @@ def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bo
     site = site_of(spec, plan, problem, needs)
     found = host.kernels(site)
     if backward is None and any(site.needs):
-        backward = make_plan(spec, problem, plan.gpu, "backward")
+        backward = make_plan(spec, problem, plan.gpu, "backward", plan.descriptors)
     functions = [host.forward_function(site, found["forward"])]
     if any(site.needs):
         functions.append(host.backward_function(site, found))
@@ -70,6 +71,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     from_codegen = [name for name in ("empty_lse", "empty_output") if f"{name}(" in body]
     if "accumulate(" in body:
         out.line("from flashfx.codegen.captured import accumulate")
+    if "tiles_of(" in body:
+        out.line("from flashfx.codegen.descriptors import tiles_of")
     out.line(f"from flashfx.codegen.layout import {', '.join(from_codegen)}")
     if "MEAN_ROW" in body:
         out.line("from flashfx.codegen.torch_tiled import MEAN_ROW")

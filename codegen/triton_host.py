@@ -11,6 +11,7 @@ from ..errors import PlanError
 from ..region import Problem
 from ..spec import AttentionSpec
 from . import gpu, plan
+from .descriptors import describable
 from .load import load
 from .render import render
 
@@ -26,14 +27,14 @@ def problem_of(spec: AttentionSpec, q, k, v, sizes: Sequence[int]) -> Problem:
                    tuple(int(s) for s in sizes[n:]))
 
 
-def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, needs: tuple[bool, ...]):
+def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, needs: tuple[bool, ...], descriptors: bool):
     """The generated module; sizes other than head sizes do not enter its text, so that new lengths compile nothing new."""
     if device.type == "cpu":
         compat.repair_interpreter()
     card = gpu.current(device)
-    forward = plan.make_plan(spec, problem, card, "forward")
-    backward = plan.make_plan(spec, problem, card, "backward") if any(needs) else None
-    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, needs, forward.precision,
+    forward = plan.make_plan(spec, problem, card, "forward", descriptors)
+    backward = plan.make_plan(spec, problem, card, "backward", descriptors) if any(needs) else None
+    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, needs, forward.precision, forward.descriptors,
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
@@ -46,19 +47,27 @@ def _check(spec: AttentionSpec, aux: Sequence[torch.Tensor]) -> None:
             raise PlanError(f"{a.name} has {t.numel()} elements and is read at computed positions, which are 32-bit in the kernels")
 
 
-def _key(spec, q, k, v, sizes) -> tuple:
-    return (spec, q.shape, k.shape, v.shape, q.dtype, v.dtype, q.device, tuple(sizes), plan.matmul_precision(), tuple(plan.OVERRIDE.items()))
+def _key(spec, sizes, *operands: torch.Tensor) -> tuple:
+    layout = [(t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0) for t in operands]
+    return (spec, *layout, operands[0].device, tuple(sizes), plan.matmul_precision(), tuple(plan.OVERRIDE.items()))
+
+
+def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
+    operands = [("q", q), ("k", k), ("v", v)]
+    return (all(describable(t, [not present for present in spec.present(name)]) for name, t in operands)
+            and (grad_out is None or describable(grad_out)))
 
 
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
     """`launch.forward` on a GPU or in Triton's interpreter."""
-    key = _key(spec, q, k, v, sizes)
+    key = _key(spec, sizes, q, k, v)
     found = _FORWARD.get(key)
     if found is None:
         problem = problem_of(spec, q, k, v, sizes)
         _check(spec, aux)
         empty = math.prod(problem.extents) * problem.M * problem.N == 0
-        found = _FORWARD[key] = _nothing if empty else module_for(spec, problem, q.device, (False,) * (3 + len(aux))).forward
+        found = _FORWARD[key] = _nothing if empty else module_for(
+            spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v)).forward
     return found(q, k, v, aux, seed, sizes)
 
 
@@ -73,12 +82,13 @@ def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, si
     """`launch.backward` on a GPU or in Triton's interpreter."""
     operands = (q, k, v, *aux)
     needs = tuple(bool(n) for n in needs)
-    key = (needs, *_key(spec, q, k, v, sizes))
+    key = (needs, *_key(spec, sizes, q, k, v, grad_out))
     found = _BACKWARD.get(key)
     if found is None:
         problem = problem_of(spec, q, k, v, sizes)
         empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
-        found = _BACKWARD[key] = False if empty else module_for(spec, problem, q.device, needs).backward
+        found = _BACKWARD[key] = False if empty else module_for(
+            spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out)).backward
     grads = found(grad_out, q, k, v, aux, seed, out, lse, sizes) if found else [None] * len(operands)
     result = []
     for t, need, gradient in zip(operands, needs, grads):

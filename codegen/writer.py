@@ -94,7 +94,8 @@ class Kernel:
 
     def call(self, grid: str, out: Writer) -> None:
         """Write the launch into the host function."""
-        values = [*_collapse(list(self._used(self._arguments).values())), f"**{self.options}"]
+        values = [value.replace("OPTIONS", self.options) for value in _collapse(list(self._used(self._arguments).values()))]
+        values.append(f"**{self.options}")
         out.line(f"grid = {grid}")
         for text in wrapped(f"{self.name}[grid](", values, ")"):
             out.line(text)

@@ -12,7 +12,7 @@ from ...expr import QK, Const, Expr, Load, Var
 from ...spec import EmptyRow
 from .. import captured
 from ..derivative import partial as derivative
-from ..parts import (LOG2E, Loops, Site, arguments, base, count, decode, flatten, head_index, load_tile, pieces, product)
+from ..parts import LOG2E, Loops, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, pieces, product
 from ..philox import threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -53,8 +53,8 @@ def delta_kernel(site: Site) -> Kernel:
     out.assign("i", "i0 + rows")
     head_index(site, out, "e")
     out.assign("delta", "tl.zeros([BLOCK_M], tl.float32)")
-    for name, operand, prefix in (("o", "Out", "o"), ("do", "dO", "do")):
-        load_tile(site, out, operand, name, f"{base(site, operand)} + tl.cast(i0, tl.int64) * stride_{prefix}_m", "rows", "(i < M)[:, None]")
+    for name, operand in (("o", "Out"), ("do", "dO")):
+        load_tile(site, out, operand, name, "(i < M)[:, None]")
     for c in site.v_chunks:
         out.assign("delta", f"delta + tl.sum(o{c.suffix}.to(tl.float32) * do{c.suffix}.to(tl.float32), 1)")
     if site.can_be_empty and site.spec.empty_row is EmptyRow.NAN:
@@ -123,11 +123,11 @@ class Body:
         if partial and site.averages and site.spec.empty_row is EmptyRow.MEAN:
             out.assign("ds", f"tl.where({self.across('mean')} > 0.0, 0.0, ds)", "a constant replaced these scores")
 
-    def times(self, rest: Expr) -> str:
-        """ds times a derivative (its constant factor left out); where p is 0 the derivative may be anything."""
+    def times(self, rest: Expr, factor: str = "ds") -> str:
+        """ds (or p) times a derivative (its constant left out); where p is 0 the derivative may be anything."""
         if rest == Const(1.0):
-            return "ds"
-        text = f"ds * {self.program.tile(rest)}"
+            return factor
+        text = f"{factor} * {self.program.tile(rest)}"
         finite = not any(getattr(x, "op", "") in ("truediv", "log", "reciprocal", "rsqrt", "sqrt") for x in _nodes(rest))
         return text if finite else f"tl.where(p > 0.0, {text}, 0.0)"
 
@@ -173,8 +173,7 @@ def keys_kernel(site: Site) -> Kernel:
     out.assign("j", "j0 + cols")
     head_index(site, out, "de")
     for name in ("K", "V"):
-        address = f"{base(site, name)} + tl.cast(j0, tl.int64) * stride_{name.lower()}_n"
-        load_tile(site, out, name, name.lower(), address, "cols", "(j < N)[:, None]")
+        load_tile(site, out, name, name.lower(), "(j < N)[:, None]")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     for c in site.qk_chunks:
@@ -204,8 +203,8 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
         out.assign("z", "y")
     else:
         out.assign("z", flatten(spec.axes))
-    out.assign("q_matrix", base(site, "Q"))
-    out.assign("do_matrix", base(site, "dO"))
+    matrix(site, out, "Q")
+    matrix(site, out, "dO")
     out.assign("lse_rows", "Lse + tl.cast(z, tl.int64) * M")
     out.assign("delta_rows", "Delta + tl.cast(z, tl.int64) * M")
     program = Program(spec, out.section(), inner="i", columns="i")
@@ -220,12 +219,12 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
         certain = "" if partial else "i"
         out.assign("i", "i0 + rows")
         check = "(i < M)[:, None]" if partial else ""
-        load_tile(site, out, "Q", "q", "q_matrix + tl.cast(i0, tl.int64) * stride_q_m", "rows", check)
+        load_tile(site, out, "Q", "q", check, looped=True)
         row_vectors(site, out, partial)
         rest, _ = scaled(site, QK)
         found = [(load, *scaled(site, load)) for load in columns]
         body.weights(out, partial, certain, [rest, *(r for _, r, _ in found)])
-        load_tile(site, out, "dO", "do", "do_matrix + tl.cast(i0, tl.int64) * stride_do_m", "rows", check)
+        load_tile(site, out, "dO", "do", check, looped=True)
         weights = "p"
         if spec.dropout:
             body.keep(out)
@@ -291,7 +290,7 @@ def rows_kernel(site: Site) -> Kernel:
     out.assign("cols", "tl.arange(0, BLOCK_N)")
     out.assign("i", "i0 + rows")
     head_index(site, out, "de")
-    load_tile(site, out, "Q", "q", f"{base(site, 'Q')} + tl.cast(i0, tl.int64) * stride_q_m", "rows", "(i < M)[:, None]")
+    load_tile(site, out, "Q", "q", "(i < M)[:, None]")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     for c in site.qk_chunks:
@@ -309,16 +308,19 @@ def rows_kernel(site: Site) -> Kernel:
 def _over_keys(site: Site, out: Writer, loads: list[Load]) -> None:
     spec = site.spec
     out.assign("z", "y" if tuple(spec.axes) == site.axes_of("q") else flatten(spec.axes))
-    load_tile(site, out, "dO", "do", f"{base(site, 'dO')} + tl.cast(i0, tl.int64) * stride_do_m", "rows", "(i < M)[:, None]")
+    load_tile(site, out, "dO", "do", "(i < M)[:, None]")
     out.assign("lse_rows", "Lse + tl.cast(z, tl.int64) * M")
     out.assign("delta_rows", "Delta + tl.cast(z, tl.int64) * M")
     row_vectors(site, out, True)
-    out.assign("k_matrix", base(site, "K"))
-    out.assign("v_matrix", base(site, "V"))
+    matrix(site, out, "K")
+    matrix(site, out, "V")
     program = Program(spec, out.section(), inner="j")
     body = Body(site, program, transposed=False)
+    if site.loads:
+        out.assign("excess", "tl.zeros([BLOCK_M], tl.float32)", "sum_j ds, which is 0 but for the rounding of O in delta: see below")
     for load in loads:
         out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_M], tl.float32)")
+        out.assign(f"mass_{buffer(site, load)}", "tl.zeros([BLOCK_M], tl.float32)")
     loops = Loops("j", site.by_rows, "BLOCK_N", "N")
     override = "tl.max(mean, 0) > 0.0" if site.averages else ""
     loops.prepare(program, out, override)
@@ -326,25 +328,30 @@ def _over_keys(site: Site, out: Writer, loads: list[Load]) -> None:
     def tile(partial: bool) -> None:
         out.assign("j", "j0 + cols")
         check = "(j < N)[:, None]" if partial else ""
-        load_tile(site, out, "K", "k", "k_matrix + tl.cast(j0, tl.int64) * stride_k_n", "cols", check)
+        load_tile(site, out, "K", "k", check, looped=True)
         rest, _ = scaled(site, QK)
         found = [(load, *scaled(site, load)) for load in loads]
         body.weights(out, partial, "" if partial else "j", [rest, *(r for _, r, _ in found)])
-        load_tile(site, out, "V", "v", "v_matrix + tl.cast(j0, tl.int64) * stride_v_n", "cols", check)
+        load_tile(site, out, "V", "v", check, looped=True)
         if spec.dropout:
             body.keep(out)
         body.gradient(out, partial)
+        if site.loads:
+            out.assign("excess", "excess + tl.sum(ds, 1)")
         for load, r, f in found:
-            name = f"sum_{buffer(site, load)}"
-            out.assign(name, f"{name} + tl.sum({body.times(r)}, 1)" + (f" * {f!r}" if f != 1.0 else ""))
+            for name, factor in ((f"sum_{buffer(site, load)}", "ds"), (f"mass_{buffer(site, load)}", "p")):
+                out.assign(name, f"{name} + tl.sum({body.times(r, factor)}, 1)" + (f" * {f!r}" if f != 1.0 else ""))
         if QK in spec.score.leaves:
             out.assign("dqk", f"({body.times(rest)}).to(k{site.qk_chunks[0].suffix}.dtype)")
             for c in site.qk_chunks:
                 out.assign(f"dq{c.suffix}", site.dot("dqk", f"k{c.suffix}", f"dq{c.suffix}"))
 
     _loops(loops, out, tile, bool(override))
+    if site.loads:  # sums over many keys see delta's rounding error, which the loop has measured: sum_j p = 1
+        out.line("tl.store(delta_rows + i, delta + excess, mask=i < M)", "the exact delta, for the kernels that follow")
     for load in loads:
         name = buffer(site, load)
+        out.assign(f"sum_{name}", f"sum_{name} - excess * mass_{name}")
         if "i" in load.variables:
             out.line(f"tl.store({name} + tl.cast(z, tl.int64) * M + i, sum_{name}, mask=i < M)")
         else:
@@ -401,13 +408,12 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
             inside(program, body)
 
     def inside(program: Program, body: Body) -> None:
-        tile_rows, tile_keys = "tl.cast(i0, tl.int64)", "tl.cast(j0, tl.int64)"
-        load_tile(site, out, "Q", "q", f"{base(site, 'Q')} + {tile_rows} * stride_q_m", "rows", "(i < M)[:, None]")
-        load_tile(site, out, "K", "k", f"{base(site, 'K')} + {tile_keys} * stride_k_n", "cols", "(j < N)[:, None]")
+        load_tile(site, out, "Q", "q", "(i < M)[:, None]")
+        load_tile(site, out, "K", "k", "(j < N)[:, None]")
         rest, factor = scaled(site, load)
         body.weights(out, True, "", [rest])
-        load_tile(site, out, "dO", "do", f"{base(site, 'dO')} + {tile_rows} * stride_do_m", "rows", "(i < M)[:, None]")
-        load_tile(site, out, "V", "v", f"{base(site, 'V')} + {tile_keys} * stride_v_n", "cols", "(j < N)[:, None]")
+        load_tile(site, out, "dO", "do", "(i < M)[:, None]")
+        load_tile(site, out, "V", "v", "(j < N)[:, None]")
         if spec.dropout:
             body.keep(out)
         body.gradient(out, True)

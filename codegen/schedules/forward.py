@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ...expr import QK, Expr, Var
 from ...spec import EmptyRow
-from ..parts import (LOG2E, Loops, Site, arguments, base, decode, flatten, head_index, load_tile, operand_axes, pieces, product)
+from ..parts import LOG2E, Loops, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
 from ..philox import threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -48,10 +48,9 @@ def forward_kernel(site: Site) -> Kernel:
     out.assign("i", "i0 + rows")
     head_index(site, out, "de")
     if QK in spec.score.leaves:
-        out.assign("q_tile", f"{base(site, 'Q')} + tl.cast(i0, tl.int64) * stride_q_m")
-        load_tile(site, out, "Q", "q", "q_tile", "rows", "(i < M)[:, None]")
-        out.assign("k_matrix", base(site, "K"))
-    out.assign("v_matrix", base(site, "V"))
+        load_tile(site, out, "Q", "q", "(i < M)[:, None]")
+        matrix(site, out, "K")
+    matrix(site, out, "V")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     hoisted = out.section()
@@ -86,7 +85,7 @@ def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
     program.enter(out, [site.raw, *([visible] if visible is not None else [])], () if partial else "j")
     check = "(j < N)[:, None]" if partial else ""
     if QK in spec.score.leaves:
-        load_tile(site, out, "K", "k", "k_matrix + tl.cast(j0, tl.int64) * stride_k_n", "cols", check)
+        load_tile(site, out, "K", "k", check, looped=True)
         product(site, out, "qk", "q", "k", site.qk_chunks)
     raw = program.tile(site.raw)
     if partial:
@@ -110,7 +109,7 @@ def _add_values(site: Site, out: Writer, check: str, alpha: str) -> None:
     if site.spec.dropout:
         out.assign("keep", f"keep_tile(seed, z, i0, j0, {threshold(site.spec.dropout)}, BLOCK_M, BLOCK_N)")
         out.assign("p", "tl.where(keep, p, 0.0)", "the sum l is of the weights before dropout")
-    load_tile(site, out, "V", "v", "v_matrix + tl.cast(j0, tl.int64) * stride_v_n", "cols", check)
+    load_tile(site, out, "V", "v", check, looped=True)
     first = site.v_chunks[0]
     out.assign("weights", f"p.to(v{first.suffix}.dtype)")
     for c in site.v_chunks:
