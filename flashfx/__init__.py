@@ -11,7 +11,7 @@ import importlib
 __version__ = "0.1.0"
 
 _WHERE = {
-    "AttentionSpec": "spec", "EmptyRow": "spec", "Refusal": "region", "Region": "region", "explain": "explain", "Report": "explain",
+    "AttentionSpec": "spec", "EmptyRow": "spec", "Refusal": "region", "Region": "region", "explain": "report", "Report": "report",
     "sac_save_ops": "op", "FlashFXError": "errors", "OptionError": "errors", "PlanError": "errors", "SpecError": "errors",
     "VerifyError": "errors",
 }

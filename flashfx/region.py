@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .spec import AttentionSpec
 
@@ -60,9 +59,10 @@ class Region:
     site: str
     source: str
     graph: str = "graph"
+    called: bool = False
     spec: AttentionSpec | None = None
+    captured: tuple[str, ...] = ()
     problem: Problem | None = None
-    match: Any = None
     refusal: Refusal | None = None
 
     @property

@@ -120,6 +120,8 @@ def normal_condition(e: Expr, puller: Puller) -> Expr:
                 flipped = call("or" if inner.op == "and" else "and", flipped, p)
             return normal_condition(flipped, puller)
         return call("not", normal_condition(inner, puller))
+    if isinstance(e, Call) and e.op == "to_bool" and e.args[0].kind == INT:
+        return call("ne", e.args[0], Const(0))
     if isinstance(e, Call) and e.op in _FLIPPED and all(a.kind == INT for a in e.args):
         return _comparison(e, puller)
     return e

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 
 import torch
@@ -14,8 +15,10 @@ from .find import Site, find
 from .index import same, size
 from .lift import Lifted, Refused, lift
 from .normalise import normalise
+from .operands import Operand
 from .splice import splice, still_read, sweep
 from .values import Value, ValueGraph, source_line
+from .verify import verify as validate
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,12 @@ def _refusal(stage: str, site: Site, why: Refused) -> Refusal:
 def _name(x) -> str:
     node = x if isinstance(x, fx.Node) else x.owner
     return "the graph's output" if node.op == "output" else f"{node.name} ({source_line(node)})" if source_line(node) else node.name
+
+
+def _described(operand: Operand) -> str:
+    v = operand.value
+    name = re.sub(r"^l_(kwargs_|args_|self_)?(.*?)_?$", r"\2", v.owner.name) if v.owner is not None else "a constant"
+    return f"{name}, {str(v.dtype).removeprefix('torch.')}[{', '.join(map(str, v.shape))}]"
 
 
 def _reads(site: Site, lifted: Lifted) -> list[Value]:
@@ -63,6 +72,8 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
             stage = "check"
             problems[site] = check(site, lifted, vg.shape_env, dropout_allowed)
             found[site] = lifted
+            if verify and (skipped := validate(site, lifted, vg)) is not None:
+                log.warning("%s: %s", site.out.owner.name, skipped)
         except Refused as why:
             refusals[site] = _refusal(stage, site, why)
     _drop(found, refusals, "check", vg)
@@ -86,9 +97,9 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         gm.recompile()
     for site in sites:
         owner = site.out.owner
-        region = Region(owner.name, source_line(owner), label)
+        region = Region(owner.name, source_line(owner), label, called=site.weights is None)
         if site in found:
-            region = replace(region, spec=found[site].spec, problem=problems[site])
+            region = replace(region, spec=found[site].spec, captured=tuple(map(_described, found[site].aux)), problem=problems[site])
         regions.append(replace(region, refusal=refusals.get(site)))
     for r in regions:
         log.info("%s: %s", r.site, r.spec if r.fused else r.refusal)

@@ -6,6 +6,7 @@ load of that value at that index. A leaf is never an error; it is only a tensor 
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import sympy
@@ -26,8 +27,14 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def round_to(c: float, dtype: torch.dtype) -> float:
-    """The constant as a tensor of `dtype` would hold it (float32's finfo.min is -inf in bfloat16)."""
-    return float(torch.tensor(c, dtype=torch.float64).to(dtype)) if dtype.is_floating_point else c
+    """The constant as a tensor of `dtype` would hold it, where that is infinite: float32's finfo.min is -inf in bfloat16.
+
+    Ordinary constants stay as they are; kernels compute in float32 whatever the dtype.
+    """
+    if not dtype.is_floating_point:
+        return c
+    held = float(torch.tensor(c, dtype=torch.float64).to(dtype))
+    return held if math.isinf(held) else float(c)
 
 
 @dataclass

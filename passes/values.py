@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any, Iterator
@@ -137,10 +138,11 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def source_line(node: fx.Node | None) -> str:
-    """The user's line that made `node`: "file:line in function: code", or ""."""
+    """The user's line that made `node`: "file:line in function: code", or "". Paths are given from the package or the working directory on."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return ""
     f = frames[-1]
-    return f"{f['file']}:{f['line']} in {f['function']}: {f['code'].strip()}"
+    path = f["file"].rpartition("site-packages/")[2].removeprefix(os.getcwd() + os.sep)
+    return f"{path}:{f['line']} in {f['function']}: {f['code'].strip()}"
