@@ -5,7 +5,9 @@ from ..expr import Const, Load
 from . import captured
 from .parts import Site, count, extent
 from .program import local
-from .schedules.backward import buffer, delta_kernel, dense_kernel, keys_kernel, rows_kernel
+from .schedules.backward import keys_kernel, rows_kernel
+from .schedules.common import PADDING, buffer, delta_kernel
+from .schedules.dense import dense_kernel
 from .schedules.forward import forward_kernel
 from .writer import Kernel, Writer, wrapped
 
@@ -60,8 +62,10 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
     with out.block("def backward(grad_out, q, k, v, aux, seed, out, lse, sizes):"):
         out.line('"""Gradients of (q, k, v, *aux), as flashfx.codegen.launch.backward; None where none was asked for."""')
         _unpack(site, out)
-        out.line("delta = torch.empty_like(lse)")
-        found["delta"].call(_grid("DELTA", "BLOCK_M", "M", spec.axes), out)
+        out.line(f"padded = triton.cdiv(M, {PADDING}) * {PADDING}")
+        shape = _shape([*(extent(a) for a in spec.axes), "padded"])
+        out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
+        found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
         if site.averages:
             out.line("averaging = (lse >= MEAN_ROW).any(-1).to(torch.int32)", "batch indices with rows that average v")
         results = ["None"] * 3

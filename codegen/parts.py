@@ -193,7 +193,7 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
             for c, _, _ in pieces(site, name):
                 block = "BLOCK_M" if row == "m" else "BLOCK_N"
                 out[tiles_name(name, c)] = f"tiles_of({tensor}, {axes}, OPTIONS['{block}'], {c.width})"
-    out |= {"Lse": "lse", "Delta": "delta", "Averaging": "averaging"} | results
+    out |= {"Lse": "lse", "Lse2": "lse2", "Delta": "delta", "Averaging": "averaging"} | results
     out |= {pointer(a.name): local(a.name) for a in spec.aux} | {"Seed": "seed"}
     for name, (_, tensor, prefix, row, _) in OPERANDS.items():
         for position, axis in enumerate(spec.axes):
@@ -283,55 +283,73 @@ def product(site: Site, out: Writer, result: str, a: str, b: str, found: Sequenc
 
 @dataclass(frozen=True)
 class Loops:
-    """The loops over the tiles of one index: which exist, and how their tile starts are written."""
+    """The loops over the tiles of one index: which exist, and how their tile starts are written.
+
+    padded  elements beyond the end do no harm (rows there have weight 0), so that the last tile counts as full
+    """
 
     index: str                # "i" or "j"
     found: Bounds
     block: str
     size: str
+    padded: bool = False
 
     @property
     def full(self) -> bool:
         return self.found.has_full
 
+    @property
+    def partial(self) -> bool:
+        return not (self.found.is_total and self.padded)
+
+    @property
+    def partial_first(self) -> bool:
+        """Do the partial tiles all lie before the full ones?"""
+        return self.padded and self.full and self.found.hi == self.found.full_hi == Var(self.size)
+
     def prepare(self, program: Program, out: Writer, override: str = "") -> None:
-        """Assign start, full_start, full_stop and stop (see `flashfx.codegen.tiles.cut`).
+        """Assign start, full_start, full_stop and stop (see `flashfx.codegen.tiles.cut`), as far as the loops need them.
 
         override  a condition under which every tile must be visited, none as full
         """
-        f, block = self.found, self.block
+        f, block, size = self.found, self.block, self.size
         if f.is_total:
             return
-        text = lambda e: program.value(e)
+        text = lambda e: f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
         lo = "0" if f.lo == Const(0) else f"{text(f.lo)} // {block} * {block}"
         out.assign("start", lo, "tiles outside [start, stop) are hidden, tiles inside [full_start, full_stop) need no mask")
-        out.assign("stop", text(f.hi) if f.lo == Const(0) and f.hi == Var(self.size) else f"tl.maximum({text(f.hi)}, start)")
-        if self.full:
+        if self.partial_first:
+            out.assign("full_start", f"tl.minimum(tl.maximum(tl.cdiv({text(f.full_lo)}, {block}) * {block}, start), {size})")
+        else:
+            out.assign("stop", text(f.hi) if f.lo == Const(0) and f.hi == Var(size) else f"tl.maximum({text(f.hi)}, start)")
+        if self.full and not self.partial_first:
             first = "start" if f.starts_full else f"tl.minimum(tl.maximum(tl.cdiv({text(f.full_lo)}, {block}) * {block}, start), stop)"
             out.assign("full_start", first)
             out.assign("full_stop", f"tl.maximum(full_start, tl.minimum({text(f.full_hi)} // {block} * {block}, stop))")
         if override:
             out.assign("start", f"tl.where({override}, 0, start)", "a row that averages v reads every tile")
-            out.assign("stop", f"tl.where({override}, {self.size}, stop)")
             if self.full:
-                out.assign("full_start", f"tl.where({override}, {self.size}, full_start)")
-                out.assign("full_stop", f"tl.where({override}, {self.size}, full_stop)")
+                out.assign("full_start", f"tl.where({override}, {size}, full_start)")
+            if not self.partial_first:
+                out.assign("stop", f"tl.where({override}, {size}, stop)")
+                if self.full:
+                    out.assign("full_stop", f"tl.where({override}, {size}, full_stop)")
 
     def full_head(self) -> str:
-        bounds_ = f"0, {self.size} // {self.block} * {self.block}" if self.found.is_total else "full_start, full_stop"
-        return f"for {self.index}0 in tl.range({bounds_}, {self.block}):"
+        last = self.size if self.padded else f"{self.size} // {self.block} * {self.block}"
+        ends = f"0, {last}" if self.found.is_total else f"full_start, {self.size if self.partial_first else 'full_stop'}"
+        return f"for {self.index}0 in tl.range({ends}, {self.block}):"
 
     def partial_head(self, out: Writer, override: bool = False) -> tuple[str, list[str]]:
         """The loop over partial tiles and the first lines of its body."""
         x, block = f"{self.index}0", self.block
         if self.found.is_total:
             return f"for {x} in tl.range({self.size} // {block} * {block}, {self.size}, {block}):", []
-        if not self.full:
-            return f"for {x} in tl.range(start, stop, {block}):", []
+        if not self.full or self.partial_first:
+            return f"for {x} in tl.range(start, {'full_start' if self.full else 'stop'}, {block}):", []
         if self.found.starts_full and not override:
             return f"for {x} in tl.range(full_stop, stop, {block}):", []
         out.assign("leading", f"tl.cdiv(full_start - start, {block})", "partial tiles lie on both sides of the full ones")
         out.assign("trailing", f"tl.cdiv(stop - full_stop, {block})")
         tile = f"{x} = tl.where(t < leading, start + t * {block}, full_stop + (t - leading) * {block})"
         return "for t in tl.range(0, leading + trailing):", [tile]
-

@@ -1,0 +1,160 @@
+"""What the backward kernels share: delta and log-sum-exp by row, the weights and score gradients of one tile, derivative factors."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...expr import QK, Const, Expr, Load
+from ...spec import EmptyRow
+from ..derivative import partial as derivative
+from ..parts import LOG2E, Site, arguments, decode, head_index, load_tile, product
+from ..philox import threshold
+from ..program import Program
+from ..torch_tiled import MEAN_ROW
+from ..writer import Kernel, Writer
+
+
+def split_factor(e: Expr) -> tuple[Expr, float]:
+    """A derivative as (rest, constant): the constant multiplies the finished gradient once instead of every element."""
+    factor = 1.0
+    while getattr(e, "op", "") == "mul" and any(isinstance(a, Const) for a in e.args):
+        a, b = e.args
+        e, c = (b, a) if isinstance(a, Const) else (a, b)
+        factor *= c.value
+    return (Const(1.0), factor * e.value) if isinstance(e, Const) else (e, factor)
+
+
+def scaled(site: Site, wrt: Expr) -> tuple[Expr, float]:
+    return split_factor(derivative(site.spec.score, wrt))
+
+
+def buffer(site: Site, load: Load) -> str:
+    """Name of the buffer that receives a load's gradient; one tensor may be read by several loads."""
+    same = [x for x in site.loads if x.name == load.name]
+    return f"d_{load.name}" if len(same) == 1 else f"d_{load.name}_{same.index(load)}"
+
+
+PADDING = 128
+"""delta and lse2 are padded to a multiple of this, which every BLOCK_M divides: loops over rows read them without bounds checks."""
+
+
+def padded_rows(z: str) -> str:
+    """Offset of a batch index in delta and lse2."""
+    return f"tl.cast({z}, tl.int64) * (tl.cdiv(M, {PADDING}) * {PADDING})"
+
+
+def delta_kernel(site: Site) -> Kernel:
+    """What the other kernels need of each row: delta, and the log-sum-exp in powers of two."""
+    spec = site.spec
+    kernel = Kernel("attention_delta", "delta[z, i] = sum_e dO[z, i, e] * O[z, i, e], which is also sum_j P[z, i, j] * dP[z, i, j]; lse2 = lse * log2(e).",
+                    arguments(site, {}), ("BLOCK_M",), "DELTA")
+    out = kernel.body
+    out.assign("tiles", f"tl.cdiv(M, {PADDING}) * ({PADDING} // BLOCK_M)", "with the padding")
+    out.assign("z", "tl.program_id(0) // tiles")
+    decode(out, spec.axes, "z")
+    out.assign("i0", "tl.program_id(0) % tiles * BLOCK_M")
+    out.assign("rows", "tl.arange(0, BLOCK_M)")
+    out.assign("i", "i0 + rows")
+    head_index(site, out, "e")
+    out.assign("delta", "tl.zeros([BLOCK_M], tl.float32)")
+    for name, operand in (("o", "Out"), ("do", "dO")):
+        load_tile(site, out, operand, name, "(i < M)[:, None]")
+    for c in site.v_chunks:
+        out.assign("delta", f"delta + tl.sum(o{c.suffix}.to(tl.float32) * do{c.suffix}.to(tl.float32), 1)")
+    out.assign("lse", 'tl.load(Lse + tl.cast(z, tl.int64) * M + i, mask=i < M, other=float("inf"))', "rows beyond the end get weight exp(-inf) = 0")
+    if site.can_be_empty and spec.empty_row in (EmptyRow.NAN, EmptyRow.ZERO):
+        out.assign("empty", 'lse == float("-inf")', "rows that see no key pass no gradient on")
+        out.assign("lse", 'tl.where(empty, float("inf"), lse)')
+        if spec.empty_row is EmptyRow.NAN:
+            out.assign("delta", "tl.where(empty, 0.0, delta)", "their output is NaN")
+    out.line(f"tl.store(Delta + {padded_rows('z')} + i, delta)")
+    out.line(f"tl.store(Lse2 + {padded_rows('z')} + i, lse * {LOG2E!r})")
+    return kernel
+
+
+@dataclass
+class Body:
+    """Writes P and dS of one tile. `transposed`: keys run along the tile's first dimension."""
+
+    site: Site
+    program: Program
+    transposed: bool
+
+    def across(self, row_vector: str) -> str:
+        """A vector over i, spread over the tile."""
+        return f"{row_vector}[None, :]" if self.transposed else f"{row_vector}[:, None]"
+
+    def _valid(self, certain: str) -> list[str]:
+        return self.program.condition(x for x in "ij" if x not in certain)
+
+    def weights(self, out: Writer, partial: bool, certain: str, wanted: list[Expr]) -> None:
+        """p = exp(score - lse) from q and k tiles; `certain`: indices of this body that cannot lie outside."""
+        site, program = self.site, self.program
+        spec, averages = site.spec, partial and site.averages
+        visible = [spec.visible] if partial and spec.is_masked else []
+        program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if averages else [])], certain)
+        if QK in spec.score.leaves:
+            a, b = ("k", "q") if self.transposed else ("q", "k")
+            product(site, out, "qk", a, b, site.qk_chunks)
+        raw = program.tile(site.raw)
+        shape = "[BLOCK_N, BLOCK_M]" if self.transposed else "[BLOCK_M, BLOCK_N]"
+        # rows beyond the end have weight 0 already; keys beyond the end matter only where they are summed over
+        beyond = self._valid(certain + "i") if partial and not self.transposed else []
+        seen = [*beyond, *(program.tile(v) for v in visible)]
+        if seen:
+            out.assign("visible", " & ".join(seen))
+        c2 = site.factor * LOG2E
+        exponent = f"{raw} * {c2!r} - {self.across('lse2')}"
+        if program.dims(site.raw) != {"i", "j"}:
+            exponent += f" + tl.zeros({shape}, tl.float32)"
+        out.assign("p", f'tl.where(visible, tl.exp2({exponent}), 0.0)' if seen else f"tl.exp2({exponent})")
+        if averages:
+            over = program.tile(spec.empty_over)
+            keys = [*beyond, *([over] if over != "True" else [])]
+            mean = f"tl.where({' & '.join(keys)}, {self.across('mean')}, 0.0)" if keys else self.across("mean")
+            out.assign("p", f"tl.where({self.across('mean')} > 0.0, {mean}, p)", "rows that average v")
+
+    def keep(self, out: Writer) -> None:
+        """p_kept = the weights after dropout, but for the factor 1 / (1 - p)."""
+        spec = self.site.spec
+        tile = f"keep_tile(seed, z, i0, j0, {threshold(spec.dropout)}, BLOCK_M, BLOCK_N)"
+        if self.transposed:
+            tile = f"tl.trans({tile})"
+        out.assign("keep", tile)
+
+    def gradient(self, out: Writer, partial: bool) -> None:
+        """ds = p * (dp - delta) from do and v tiles."""
+        site = self.site
+        a, b = ("v", "do") if self.transposed else ("do", "v")
+        product(site, out, "dp", a, b, site.v_chunks)
+        if site.spec.dropout:
+            out.assign("dp", f"tl.where(keep, dp, 0.0) * {1.0 / (1.0 - site.spec.dropout)!r}")
+        out.assign("ds", f"p * (dp - {self.across('delta')})")
+        if partial and site.averages and site.spec.empty_row is EmptyRow.MEAN:
+            out.assign("ds", f"tl.where({self.across('mean')} > 0.0, 0.0, ds)", "a constant replaced these scores")
+
+    def times(self, rest: Expr, factor: str = "ds") -> str:
+        """ds (or p) times a derivative (its constant left out); where p is 0 the derivative may be anything."""
+        if rest == Const(1.0):
+            return factor
+        text = f"{factor} * {self.program.tile(rest)}"
+        finite = not any(getattr(x, "op", "") in ("truediv", "log", "reciprocal", "rsqrt", "sqrt") for x in _nodes(rest))
+        return text if finite else f"tl.where(p > 0.0, {text}, 0.0)"
+
+
+def _nodes(e: Expr):
+    yield e
+    for a in e.args_():
+        yield from _nodes(a)
+
+
+def row_pointers(out: Writer) -> None:
+    out.assign("delta_rows", f"Delta + {padded_rows('z')}")
+    out.assign("lse2_rows", f"Lse2 + {padded_rows('z')}")
+
+
+def load_lse2(site: Site, out: Writer) -> None:
+    """The row vector that rebuilds p, and for rows that average v the weight of each of their keys."""
+    out.assign("lse2", "tl.load(lse2_rows + i)")
+    if site.averages:
+        marked = f'(lse2 >= {MEAN_ROW!r}) & (lse2 < float("inf"))'
+        out.assign("mean", f"tl.where({marked}, {MEAN_ROW * LOG2E!r} / lse2, 0.0)", "the key's share in a row that averages v")

@@ -1,0 +1,81 @@
+"""Gradients of captured tensors read at both i and j (biases, tables): dense, one tile per program, without atomics."""
+from __future__ import annotations
+
+from ...expr import Const, Load, Var
+from .. import captured
+from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile
+from ..program import Program
+from ..writer import Kernel
+from .common import Body, buffer, load_lse2, row_pointers, scaled
+
+
+def dense_kernel(site: Site, load: Load) -> Kernel:
+    """Gradient of a load over both i and j, dense: a tile per program, summed over the batch axes on which it does not depend."""
+    spec = site.spec
+    mine = tuple(a for a in captured.dims_of(spec, load) if a not in ("i", "j"))
+    others = site.other_axes(mine)
+    name = buffer(site, load)
+    kernel = Kernel(f"attention_backward_{name[2:]}", f"One program: gradient of {load} for one tile"
+                    + (f", summed over ({', '.join(others)}) in registers." if others else "."),
+                    arguments(site, {name: name}), ("BLOCK_M", "BLOCK_N"), "DENSE")
+    out = kernel.body
+    out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
+    out.assign("j0", "tl.program_id(0) % tiles * BLOCK_N")
+    out.assign("i0", "tl.program_id(0) // tiles % tl.cdiv(M, BLOCK_M) * BLOCK_M")
+    out.assign("y", "tl.program_id(0) // (tiles * tl.cdiv(M, BLOCK_M))")
+    decode(out, mine, "y")
+    out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
+    out.assign("rows", "tl.arange(0, BLOCK_M)")
+    out.assign("cols", "tl.arange(0, BLOCK_N)")
+    out.assign("i", "i0 + rows")
+    out.assign("j", "j0 + cols")
+    head_index(site, out, "de")
+    if spec.dropout:
+        out.assign("seed", "tl.load(Seed)")
+    out.assign("dense", "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
+
+    def one() -> None:
+        out.assign("z", "y" if not others else flatten(spec.axes))
+        outer = out.section()
+        program = Program(spec, outer, inner="")
+        body = Body(site, program, transposed=False)
+        row_pointers(out)
+        load_lse2(site, out)
+        out.assign("delta", "tl.load(delta_rows + i)")
+        program.enter(out, [])
+        found = site.by_rows
+        conditions = []
+        if found.lo != Const(0):
+            conditions.append(f"(j0 + BLOCK_N > {program.value(found.lo)})")
+        if found.hi != Var("N"):
+            conditions.append(f"(j0 < {program.value(found.hi)})")
+        seen = " & ".join(conditions)
+        if seen and site.averages:
+            seen = f"({seen}) | (tl.max(mean, 0) > 0.0)"
+        if seen:
+            with out.block(f"if {seen}:", "the mask hides other tiles"):
+                inside(program, body)
+        else:
+            inside(program, body)
+
+    def inside(program: Program, body: Body) -> None:
+        load_tile(site, out, "Q", "q", "(i < M)[:, None]")
+        load_tile(site, out, "K", "k", "(j < N)[:, None]")
+        rest, factor = scaled(site, load)
+        body.weights(out, True, "", [rest])
+        load_tile(site, out, "dO", "do", "(i < M)[:, None]")
+        load_tile(site, out, "V", "v", "(j < N)[:, None]")
+        if spec.dropout:
+            body.keep(out)
+        body.gradient(out, True)
+        out.assign("dense", f"dense + {body.times(rest)}" + (f" * {factor!r}" if factor != 1.0 else ""))
+
+    if others:
+        with out.block(f"for g in tl.range(0, {count(others)}):"):
+            decode(out, others, "g")
+            one()
+    else:
+        one()
+    out.assign("dense_rows", f"{name} + (tl.cast(y, tl.int64) * M + i) * N")
+    out.line(f"tl.store(dense_rows[:, None] + j[None, :], dense.to({name}.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])")
+    return kernel
