@@ -37,8 +37,8 @@ def check(site: Site, lifted: Lifted, shape_env, dropout_allowed: bool = True) -
         if q.device.type == "cuda" and sizes[n] > MAX_HEAD:
             raise Refused(f"the {what} is {sizes[n]}, the kernels take at most {MAX_HEAD}", out)
     spec = lifted.spec
-    for axis in spec.axes:
-        if axis not in spec.q | spec.k | spec.v:
+    for axis, own in zip(spec.axes, lifted.dims):
+        if axis not in spec.q | spec.k | spec.v and extents[own] != 1:
             raise Refused(f"batch axis {axis} appears in the scores but in none of q, k and v", out)
     if spec.dropout and not dropout_allowed:
         raise Refused("dropout with activation_memory_budget = 0 would draw other random numbers in backward", out,

@@ -1,0 +1,25 @@
+# Set-up and everyday commands. Each makes .venv if there is none, so that a fresh checkout needs nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-slow clean
+
+quickstart: $(VENV)/.ready
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+# torch first: an unpinned torch, pulled in by another package, would be the newest CUDA build
+$(VENV)/.ready: constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
