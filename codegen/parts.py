@@ -273,10 +273,10 @@ def tiles_name(operand: str, c: Chunk) -> str:
     return f"{operand}_tiles{c.suffix}"
 
 
-def product(site: Site, out: Writer, result: str, a: str, b: str, found: Sequence[Chunk]) -> None:
-    """result = a . b^T over the head size, chunk by chunk."""
+def product(site: Site, out: Writer, result: str, a: str, b: str, found: Sequence[Chunk], start: str = "") -> None:
+    """result = start + a . b^T over the head size, chunk by chunk."""
     for n, c in enumerate(found):
-        out.assign(result, site.dot(f"{a}{c.suffix}", f"tl.trans({b}{c.suffix})", result if n else ""))
+        out.assign(result, site.dot(f"{a}{c.suffix}", f"tl.trans({b}{c.suffix})", result if n else start))
 
 
 # ------------------------------------------------------------------------------------------------- tile ranges

@@ -81,24 +81,42 @@ def padded(size: int) -> int:
     return sum(c.width for c in chunks(size))
 
 
+START = {
+    # (matrix units, kernel, head size up to) -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
+    # "wgmma" with TMA: best of a sweep on an H200 (bf16, 16k tokens); the others start where registers suffice without spilling
+    ("wgmma", "forward", 64): (64, 64, 4, 3), ("wgmma", "forward", 128): (64, 64, 4, 3), ("wgmma", "forward", 256): (64, 64, 4, 2),
+    ("wgmma", "keys", 64): (64, 64, 4, 2), ("wgmma", "keys", 128): (64, 64, 4, 2), ("wgmma", "keys", 256): (64, 64, 8, 2),
+    ("wgmma", "rows", 64): (64, 64, 4, 2), ("wgmma", "rows", 128): (64, 64, 4, 2), ("wgmma", "rows", 256): (64, 32, 4, 2),
+    ("mma", "forward", 64): (128, 64, 4, 3), ("mma", "forward", 128): (128, 64, 8, 2), ("mma", "forward", 256): (64, 32, 4, 2),
+    ("mma", "keys", 64): (64, 64, 4, 2), ("mma", "keys", 128): (32, 64, 4, 2), ("mma", "keys", 256): (32, 32, 8, 2),
+    ("mma", "rows", 64): (64, 64, 4, 2), ("mma", "rows", 128): (64, 32, 4, 2), ("mma", "rows", 256): (32, 32, 4, 2),
+    ("fma", "forward", 64): (64, 32, 4, 2), ("fma", "forward", 128): (32, 32, 4, 2), ("fma", "forward", 256): (32, 16, 4, 1),
+    ("fma", "keys", 64): (32, 32, 4, 1), ("fma", "keys", 128): (16, 32, 4, 1), ("fma", "keys", 256): (16, 16, 4, 1),
+    ("fma", "rows", 64): (32, 32, 4, 1), ("fma", "rows", 128): (32, 16, 4, 1), ("fma", "rows", 256): (16, 16, 4, 1),
+}
+
+
+def units(problem: Problem, gpu: GPU) -> str:
+    """Which units multiply: "fma" (float32, exact), "mma" (up to compute capability 8.9), "wgmma" (Hopper and Blackwell)."""
+    if "float32" in (problem.dtype, problem.v_dtype):
+        return "fma"
+    return "wgmma" if gpu.capability >= (9, 0) else "mma"
+
+
 def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> list[tuple[int, int, int, int]]:
     """Tiles to try, best first."""
-    head = max(padded(problem.D), padded(problem.Dv))
-    wide = "float32" in (problem.dtype, problem.v_dtype)
-    if wide:
-        start = {"forward": (64, 32, 4, 2), "keys": (32, 32, 4, 1), "rows": (32, 32, 4, 1), "dense": (32, 32, 4, 1)}[kernel]
-    elif kernel == "forward":
-        start = (128, 128, 8, 3) if head <= 64 else (128, 64, 8, 3) if head <= 128 else (64, 64, 4, 2) if gpu.capability[0] < 9 else (128, 64, 8, 2)
-    elif kernel == "keys":
-        start = (64, 128, 8, 2) if head <= 128 else (32, 64, 8, 2)
-    elif kernel == "rows":
-        start = (128, 64, 8, 2) if head <= 128 else (64, 32, 8, 2)
+    head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
+    step = 64 if head <= 64 else 128 if head <= 128 else 256
+    if kernel == "dense":
+        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 64, 4, 1)
     else:
-        start = (64, 64, 4, 1)
+        start = START[found, kernel, step]
+    if (found, kernel, step) == ("wgmma", "forward", 64) and not spec.is_masked and not spec.dropout:
+        start = (64, 128, 4, 2)
     tried = [start]
     m, n, warps, stages = start
     while True:
-        if stages > 1 and stages > (2 if kernel != "forward" else 2):
+        if stages > 2:
             stages -= 1
         elif m > 16 or n > 16:
             if m > n or n == 16:

@@ -114,7 +114,7 @@ class Body:
             out.assign("p", f"tl.where({self.across('mean')} > 0.0, {mean}, p)", "rows that average v")
 
     def keep(self, out: Writer) -> None:
-        """p_kept = the weights after dropout, but for the factor 1 / (1 - p)."""
+        """Dropout's decisions for the tile."""
         spec = self.site.spec
         tile = f"keep_tile(seed, z, i0, j0, {threshold(spec.dropout)}, BLOCK_M, BLOCK_N)"
         if self.transposed:
@@ -125,10 +125,14 @@ class Body:
         """ds = p * (dp - delta) from do and v tiles."""
         site = self.site
         a, b = ("v", "do") if self.transposed else ("do", "v")
-        product(site, out, "dp", a, b, site.v_chunks)
-        if site.spec.dropout:
-            out.assign("dp", f"tl.where(keep, dp, 0.0) * {1.0 / (1.0 - site.spec.dropout)!r}")
-        out.assign("ds", f"p * (dp - {self.across('delta')})")
+        if self.transposed and not site.spec.dropout:  # as the accumulator's start, delta leaves the registers early
+            product(site, out, "dp", a, b, site.v_chunks, "tl.broadcast_to(-delta[None, :], BLOCK_N, BLOCK_M)")
+            out.assign("ds", "p * dp", "dp - delta, to be exact")
+        else:
+            product(site, out, "dp", a, b, site.v_chunks)
+            if site.spec.dropout:
+                out.assign("dp", f"tl.where(keep, dp, 0.0) * {1.0 / (1.0 - site.spec.dropout)!r}")
+            out.assign("ds", f"p * (dp - {self.across('delta')})")
         if partial and site.averages and site.spec.empty_row is EmptyRow.MEAN:
             out.assign("ds", f"tl.where({self.across('mean')} > 0.0, 0.0, ds)", "a constant replaced these scores")
 
