@@ -71,8 +71,6 @@ def _setup(ctx, inputs, output):
 
 def _gradients(ctx, grad_out, grad_lse):
     q, k, v, seed, out, lse, *aux = ctx.saved_tensors
-    if grad_out.requires_grad:
-        raise FlashFXError("flashfx::attention has no second derivative: compute it with options={'disable': True}")
     wanted = ctx.needs_input_grad
     wants_aux = wanted[3] if isinstance(wanted[3], (list, tuple)) else [bool(wanted[3])] * len(aux)
     needs = [bool(w) for w in wanted[:3]] + [bool(w) and t.is_floating_point() for w, t in zip(wants_aux, aux)]
@@ -82,6 +80,13 @@ def _gradients(ctx, grad_out, grad_lse):
 
 
 torch.library.register_autograd("flashfx::attention", _gradients, setup_context=_setup, lib=_library)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise FlashFXError("flashfx::attention has no second derivative: compile with options={'disable': True} to take one")
+
+
+torch.library.register_autograd("flashfx::attention_backward", _no_second_derivative, lib=_library)
 
 sac_save_ops = [torch.ops.flashfx.attention.default]
 """For selective activation checkpointing policies: the op that replaces the aten SDPA ops in a save list."""

@@ -152,7 +152,7 @@ def unflatten(linear: Affine, shape: Sequence[Size], extents: dict[str, Size]) -
         if bounds is None or not (at_least(bounds[0], 0) and at_least(s - 1, bounds[1])):
             for name, c in low:
                 inner = quotient(s, c)
-                if inner is not None and at_least(c * extents[name], s) and quotient(extents[name], inner) is not None:
+                if inner is not None and not same(inner, 1) and quotient(extents[name], inner) is not None:
                     raise SplitAxis(name, inner)
             raise NotAffine(f"{linear} does not split by {s}")
         digits.append(digit)
