@@ -11,6 +11,7 @@ from typing import Mapping, Sequence
 
 import torch
 
+from .errors import SpecError
 from .expr import FLOAT, QK, Call, Const, Expr, Load, Var, walk
 from .spec import AttentionSpec, EmptyRow
 
@@ -77,3 +78,35 @@ def reference(spec: AttentionSpec, q, k, v, aux=(), sizes=(), keep: torch.Tensor
             raise ValueError("this spec has dropout: pass keep, the mask of kept weights (flashfx.codegen.philox.keep_mask)")
         p = torch.where(keep, p / (1.0 - spec.dropout), 0.0)
     return (p @ v).expand(*extents, M, v.shape[-1])
+
+
+def to_flex(spec: AttentionSpec, aux: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()):
+    """A function (M, N) -> (score_mod, mask_mod) for `torch.nn.attention.flex_attention`; mask_mod is None without a mask.
+
+    Call flex_attention with scale=1.0. FlexAttention's b is the first axis of the spec and its h all the others flattened. Rows without a visible key yield 0 there.
+    Raises SpecError for dropout, which FlexAttention does not have.
+    """
+    if spec.dropout:
+        raise SpecError("FlexAttention has no dropout")
+    extents, tensors = list(sizes[: len(spec.axes)]), {a.name: t for a, t in zip(spec.aux, aux)}
+    fixed = dict(zip(spec.sizes, sizes[len(spec.axes):]))
+
+    def indices(b, h, i, j, M, N) -> dict:
+        env = {"i": i, "j": j, "M": M, "N": N, **fixed}
+        for name, extent in reversed(list(zip(spec.axes[1:], extents[1:]))):
+            env[name], h = h % extent, h // extent
+        if spec.axes:
+            env[spec.axes[0]] = b
+        return env
+
+    def mods(M: int, N: int):
+        def score_mod(score, b, h, i, j):
+            return evaluate(spec.score, indices(b, h, i, j, M, N), tensors, score, score.dtype)
+
+        def mask_mod(b, h, i, j):
+            seen = evaluate(spec.visible, indices(b, h, i, j, M, N), tensors, None, torch.float32)
+            return seen & (i >= 0)
+
+        return score_mod, mask_mod if spec.is_masked else None
+
+    return mods

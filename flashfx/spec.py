@@ -25,7 +25,7 @@ import functools
 from dataclasses import dataclass
 
 from .errors import SpecError
-from .expr import BOOL, FALSE, FLOAT, INT, QK, TRUE, Expr, Load, Var, parse as parse_expr
+from .expr import BOOL, FLOAT, INT, QK, TRUE, Expr, Load, parse as parse_expr
 
 HIDING_FILL = -6.0e4
 """Fills at or below this hide a key (float16's finfo.min is -65504); -1e4 and the like stay ordinary score terms."""
@@ -110,6 +110,17 @@ class AttentionSpec:
         """For each batch axis: does `operand` ("q", "k" or "v") vary along it?"""
         return tuple(a in getattr(self, operand) for a in self.axes)
 
+    def reference(self, q, k, v, aux=(), sizes=(), keep=None, dtype=None):
+        """The output in plain PyTorch, float64 by default: see `flashfx.reference.reference`."""
+        import torch
+        from .reference import reference
+        return reference(self, q, k, v, aux, sizes, keep, dtype or torch.float64)
+
+    def to_flex(self, aux=(), sizes=()):
+        """The spec as FlexAttention's score and mask functions: see `flashfx.reference.to_flex`."""
+        from .reference import to_flex
+        return to_flex(self, aux, sizes)
+
     @property
     def is_masked(self) -> bool:
         return self.visible != TRUE
@@ -191,5 +202,3 @@ def _subset(operand: str) -> frozenset[str]:
     inside = operand[operand.index("[") + 1:].removesuffix("]")
     return frozenset(inside.split(", ")[:-1])
 
-
-__all__ = ["AttentionSpec", "Aux", "EmptyRow", "HIDING_FILL", "BOOL", "INT", "FLOAT", "TRUE", "FALSE", "Var", "from_text", "to_text"]
