@@ -7,7 +7,8 @@ from flashfx.compat import size_hint
 from flashfx.region import Problem
 
 from .find import Site
-from .lift import Lifted, Refused
+from .lift import Lifted
+from .values import Refused
 
 MAX_HEAD = 256
 GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

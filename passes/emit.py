@@ -7,13 +7,11 @@ import sympy
 import torch
 from torch import fx
 
-from .find import PRODUCTS
 from .index import Affine, NotAffine, Size, SplitAxis, product, same, size
-from .lift import Refused
 from .normalise import DROPOUT, SDPA
 from .operands import Operand, radix
-from .pull import RANDOM
-from .values import Value, ValueGraph
+from .rules import PRODUCTS, RANDOM
+from .values import Refused, Value, ValueGraph
 from .views import VIEWS, step_through
 
 _FREE_VIEWS = {"view.default", "_unsafe_view.default", "_reshape_alias.default"}
@@ -30,8 +28,8 @@ _METHODS = {
 class Emitter:
     """Emits in front of Dynamo node `before`, which disappears: its own values may be emitted whatever they cost."""
 
-    def __init__(self, gm: fx.GraphModule, vg: ValueGraph, before: fx.Node):
-        self.gm, self.vg, self.before = gm, vg, before
+    def __init__(self, gm: fx.GraphModule, vg: ValueGraph, before: fx.Node, grad: bool):
+        self.gm, self.vg, self.before, self.grad = gm, vg, before, grad
         self.step = vg.steps[before]
         self.nodes: dict[Value, fx.Node] = {}
         self.calls: dict[tuple, fx.Node] = {}
@@ -119,7 +117,11 @@ class Emitter:
         """A node that holds `v`. Raises `Refused` where that needs a value that was changed in place."""
         if v not in self.nodes:
             found = self.holder(v)
-            self.nodes[v] = found if found is not None else self._make(v)
+            if found is None:
+                found = self._make(v)
+                if self.grad and v.stops_gradient:  # made again where gradients flow
+                    found = self.call(_aten.detach.default, found)
+            self.nodes[v] = found
         return self.nodes[v]
 
     def _reshaped(self, v: Value) -> fx.Node | None:

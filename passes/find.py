@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flashfx.ops import BY_ATEN
 
-from .pull import _RULES as COMPUTED
+from .rules import PRODUCTS, RULES as COMPUTED
 from .values import Value, ValueGraph
 from .views import VIEWS
 
-PRODUCTS = {"bmm.default": (0, 1), "mm.default": (0, 1), "baddbmm.default": (1, 2), "addmm.default": (1, 2)}
 CASTS = {"_to_copy.default"}
 DROPOUTS = {"dropout.default"}
 
@@ -31,17 +32,27 @@ def softmax_of(v: Value) -> tuple[Value, int] | None:
         return v.args[0].args[0], v.args[0].args[1] % len(v.shape)
     if v.name == "div.Tensor" and isinstance(v.args[1], Value):
         top, bottom = _same_values(v.args[0]), v.args[1]
-        while bottom.name in ("expand.default", "_to_copy.default"):
+        while bottom.name == "expand.default" or is_rounding(bottom):
             bottom = bottom.args[0]
         if top.name == "exp.default" and bottom.name == "sum.dim_IntList" and _same_values(bottom.args[0]) is top \
+                and v.grad == top.grad == bottom.grad \
                 and bottom.argument(2, "keepdim", False) and len(bottom.args[1]) == 1:
             dim = bottom.args[1][0] % len(v.shape)
             return _unshifted(top.args[0], dim), dim
     return None
 
 
+_ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def is_rounding(v: Value) -> bool:
+    """A cast between ordinary float dtypes: it rounds and does no more."""
+    return v.name in CASTS and v.dtype in _ROUNDED and v.args[0].dtype in _ROUNDED
+
+
 def _same_values(v: Value) -> Value:
-    while v.name in ("clone.default", "alias.default", "detach.default", "_to_copy.default"):
+    """`v` before copies and rounding. Not before a detach: what it yields has the value but not the gradient."""
+    while v.name in ("clone.default", "alias.default") or is_rounding(v):
         v = v.args[0]
     return v
 

@@ -11,26 +11,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashfx.expr import FLOAT, QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
+from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
 from flashfx.spec import AttentionSpec, Aux, EmptyRow
 
-from .find import CASTS, DROPOUTS, PRODUCTS, Site, softmax_of
+from .find import DROPOUTS, Site, is_rounding, softmax_of
 from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, quotient, same, size
-from .masks import contract, normal_condition, normal_score, peel
+from .masks import Fill, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms
 from .operands import Operand, arrange, trace_back
-from .pull import Puller
-from .values import Value, ValueGraph
+from .pull import Puller, gradient_ends
+from .rules import PRODUCTS, Product
+from .values import Refused, Value, ValueGraph
 from .views import step_through
 
 BATCH_NAMES = ("b", "h", "g", "x", "y", "z")
-
-
-class Refused(Exception):
-    """Raised inside a stage; becomes a `Refusal`."""
-
-    def __init__(self, reason: str, at: Value | None = None, hint: str = ""):
-        super().__init__(reason)
-        self.reason, self.at, self.hint = reason, at, hint
 
 
 @dataclass
@@ -46,49 +39,56 @@ class Lifted:
     sizes: list[Size]
     out_dims: list[list[str]]
     dims: tuple[str, ...]
-    random: Value | None = None
+    random: tuple | None = None
     product: Value | None = None
 
 
 @dataclass
 class _Frame:
-    """The axes of the output: each original dim is a list of axes, refined when a view splits one."""
+    """The axes of the output: each original dim is a list of axes, refined when a view splits one.
+
+    The rows are a dim too: heads or batches that were folded into them (`p.reshape(-1, N) @ shared_values`) come out again.
+    """
 
     dims: list[list[str]]
     extents: dict[str, Size] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=lambda: ["i"])
 
-    def index(self, d: int) -> Affine:
+    def index(self, axes: list[str]) -> Affine:
         out = Affine()
-        for name in self.dims[d]:
+        for name in axes:
             out = out * self.extents[name] + Affine.axis(name)
         return out
 
     def split(self, axis: str, inner: Size) -> None:
         outer = quotient(self.extents[axis], inner)
-        names = (f"{axis}o", f"{axis}i")
-        for dim in self.dims:
+        names = ("r", "i") if axis == "i" and "r" not in self.extents else (f"{axis}o", f"{axis}i")
+        if axis == "i" and names[1] != "i":
+            raise Refused(f"views split the query axis by {inner} in more than one way", hint="keep the queries in one dim")
+        del self.extents[axis]
+        for dim in (*self.dims, self.rows):
             if axis in dim:
                 at = dim.index(axis)
                 dim[at: at + 1] = names
         self.extents[names[0]], self.extents[names[1]] = outer, inner
-        del self.extents[axis]
 
     @property
     def batch(self) -> list[str]:
-        return [name for dim in self.dims for name in dim]
+        return [name for dim in (*self.dims, self.rows) for name in dim if name != "i"]
 
 
 def lift(site: Site, vg: ValueGraph) -> Lifted:
     """Raises `Refused`."""
     shape = [size(s) for s in site.out.shape]
     frame = _Frame([[f"x{d}"] for d in range(len(shape) - 2)], {f"x{d}": s for d, s in enumerate(shape[:-2])})
+    frame.extents["i"] = size(site.out.shape[-2 if site.side == 0 else -1])
     for _ in range(16):
         try:
             return (_lift_call if site.weights is None else _lift_products)(site, vg, frame)
         except SplitAxis as split:
-            if split.axis not in frame.batch:
-                raise Refused(f"a view splits the {'query' if split.axis == 'i' else 'key' if split.axis == 'j' else 'head'} "
-                              f"axis by {split.inner}", site.out, "keep query and key positions in one dim each") from None
+            if split.axis not in frame.extents:
+                raise Refused(f"a view splits the {'key' if split.axis == 'j' else 'head'} axis by {split.inner}", site.out,
+                              "keep key positions and head channels in one dim each") from None
             frame.split(split.axis, split.inner)
         except NotAffine as error:
             raise Refused(f"a view mixes axes: {error}", site.out) from None
@@ -104,24 +104,30 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
         raise Refused(f"the second product also adds a tensor ({out.name})", out, "add it after the product")
     weights, values = (left, right) if side == 0 else (right, left)
     n = size(weights.shape[-1 if side == 0 else -2])
-    m = size(weights.shape[-2 if side == 0 else -1])
-    extents = {**frame.extents, "i": m, "j": n, "e": size(values.shape[-1 if side == 0 else -2])}
-    batch = tuple(frame.index(d) for d in range(len(frame.dims)))
-    i, j, e = (Affine.axis(a) for a in "ije")
+    extents = {**frame.extents, "j": n, "e": size(values.shape[-1 if side == 0 else -2])}
+    batch = tuple(frame.index(dim) for dim in frame.dims)
+    i, j, e = frame.index(frame.rows), Affine.axis("j"), Affine.axis("e")
     weights_at = (*batch, i, j) if side == 0 else (*batch, j, i)
     values_at = (*batch, j, e) if side == 0 else (*batch, e, j)
-    at, dropped = _walk_weights(weights, weights_at, site.weights, extents)
+    at, dropped = _walk_weights(weights, weights_at, site.weights, extents, out.grad)
     scores, dim = softmax_of(site.weights)
-    if at[dim].single != "j":
+    over = at[dim]
+    if not (over.single == "j" or same(n, 1) and not over.terms and over.constant == 0):
+        if over.terms and over.single is None and "j" in over.axes:
+            raise Refused("the softmax and the second product see different keys", site.weights,
+                          "weights that are cut, strided or mixed with other axes after the softmax are not supported")
         raise Refused(f"the softmax runs over dim {dim}, the second product sums over another axis", site.weights,
                       "this is attention only if the softmax normalises over the keys")
     if any("j" in a.axes for d, a in enumerate(at) if d != dim) or not same(size(site.weights.shape[dim]), n):
-        raise Refused("the softmax and the second product see different keys", site.weights)
-    puller = Puller(extents, vg.constants)
+        raise Refused("the softmax and the second product see different keys", site.weights,
+                      "weights that are cut or mixed with other axes after the softmax are not supported")
+    puller = Puller(extents, vg.constants, grad=out.grad)
+    if out.grad and site.weights.stops_gradient:
+        raise gradient_ends(site.weights)
     score = puller.pull(scores, at)
     safe = site.weights.name == "_safe_softmax.default"
     lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped)
-    lifted.out_dims = [*frame.dims, ["i"], ["e"]] if side == 0 else [*frame.dims, ["e"], ["i"]]
+    lifted.out_dims = [*frame.dims, frame.rows, ["e"]] if side == 0 else [*frame.dims, ["e"], frame.rows]
     return lifted
 
 
@@ -129,17 +135,38 @@ def is_zero(x) -> bool:
     return isinstance(x, (int, float)) and x == 0
 
 
-def _walk_weights(v: Value, at: Index, weights: Value, extents) -> tuple[Index, Value | None]:
+@dataclass
+class _Dropped:
+    """Where dropout stands: the value that draws the random numbers, p, and the index at which the site reads it."""
+
+    value: Value
+    p: object
+    at: Index = ()
+
+    def order(self, axes: dict[str, Size]) -> tuple:
+        """Equal for sites that meet the same random numbers in the same order."""
+        linear = Affine()
+        for a, s in zip(self.at, self.value.shape):
+            linear = linear * size(s) + a
+        weights = dict(linear.terms)
+        return (linear.constant, *((s, weights.get(n, 0)) for n, s in axes.items()))
+
+
+def _walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> tuple[Index, _Dropped | None]:
     """From the second product up to the softmax: views, casts and one dropout."""
     dropped = None
     while v is not weights:
+        if grad and v.stops_gradient:
+            raise gradient_ends(v)
         through = step_through(v, at, extents)
         if through is not None:
             v, at = through
-        elif v.name in CASTS:
+        elif is_rounding(v):
             v = v.args[0]
         elif v.name in DROPOUTS and dropped is None:
-            dropped, v = v, v.args[0]
+            if any(not same(e, 1) and not any(n in a.axes for a in at) for n, e in extents.items() if n != "e"):
+                raise Refused("one dropout is repeated along an axis of the attention", v, "repeat the weights first, or drop each weight")
+            dropped, v = _Dropped(v, v.args[1], at), v.args[0]
         else:
             raise Refused(f"the attention weights are changed by {v.name.partition('.')[0]} before the second product", v,
                           "only casts, views and one dropout may stand between softmax and the second product")
@@ -149,8 +176,8 @@ def _walk_weights(v: Value, at: Index, weights: Value, extents) -> tuple[Index, 
 def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     call_ = site.out
     q, k, v, mask, p, causal, scale, gqa = call_.args
-    extents = {**frame.extents, "i": size(q.shape[-2]), "j": size(k.shape[-2]), "d": size(q.shape[-1]), "e": size(v.shape[-1])}
-    batch = tuple(frame.index(d) for d in range(len(frame.dims)))
+    extents = {**frame.extents, "j": size(k.shape[-2]), "d": size(q.shape[-1]), "e": size(v.shape[-1])}
+    batch = tuple(frame.index(dim) for dim in frame.dims)
     i, j, d, e = (Affine.axis(a) for a in "ijde")
 
     def heads(t: Value) -> Index:
@@ -167,9 +194,9 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
             outer = outer * extents[name] + Affine.axis(name)
         return (*batch[:-1], outer)
 
-    puller = Puller(extents, vg.constants)
+    puller = Puller(extents, vg.constants, grad=call_.grad)
     at = lambda t, lead, *own: broadcast((*lead, *own), [size(s) for s in t.shape])
-    puller.product = (q, at(q, batch, i, d), k, None, None)
+    puller.product = Product(q, at(q, batch, i, d), k, at(k, heads(k), j, d), False, None)
     score: Expr = call("mul", QK, Const(float(number(scale)) if scale is not None else 1.0 / math.sqrt(int(q.shape[-1]))))
     visible: Expr = call("le", Var("j"), Var("i")) if causal else TRUE
     if mask is not None:
@@ -177,54 +204,50 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
         if mask.dtype == torch.bool:
             visible = call("and", visible, cast(m, "bool"))
         else:
-            score = call("add", score, cast(m, FLOAT))
-    # the product's right operand read as (…, d, j)
+            score = puller.apply("add", [score, m], q.dtype)
     lifted = _finish(site, vg, frame, puller, score, visible, True, v, at(v, heads(v), j, e),
-                     call_ if number(p) else None, key=(k, at(k, heads(k), j, d)))
+                     _Dropped(call_, p) if number(p) else None)
     lifted.out_dims = [*frame.dims, ["i"], ["e"]]
     return lifted
 
 
 # ---------------------------------------------------------------------------------------------------- common part
 
-def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, key=None) -> Lifted:
-    if puller.product is None:
+def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped) -> Lifted:
+    product, grad = puller.product, site.out.grad
+    if product is None:
         raise Refused("no matrix product over queries and keys was found in the scores", site.weights or site.out,
                       "the scores must come from q @ k^T through views and pointwise ops")
-    left, left_at, right, right_at, _ = puller.product
-    if key is not None:
-        query, key = (left, left_at), key
-    elif left_at[-2].single == "i":
-        query, key = (left, left_at), (right, right_at)
-    else:
-        query, key = (right, right_at), (left, left_at)
+    query, key = (product.left, product.left_at), (product.right, product.right_at)
+    if product.swapped:
+        query, key = key, query
+    if grad and product.value is not None and product.value.stops_gradient:
+        raise gradient_ends(product.value)
     if QK not in score.leaves:
-        raise Refused("the scores do not depend on the matrix product", site.weights or site.out)
+        raise Refused("the scores do not depend on the matrix product", site.weights or site.out,
+                      "the softmax is a constant that can be computed once")
 
-    masked = peel(score)
-    fills = masked.fills
+    masked = peel(score, puller.dtypes)
     score = masked.score
-    for f in fills:
-        if QK in f.visible.leaves:
-            raise Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
-    shown = conjunction([visible or TRUE, *(f.visible for f in fills)])
+    if any(QK in f.visible.leaves for f in masked.fills):
+        raise Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
+    fills = [*([Fill(visible, -math.inf, False)] if visible not in (None, TRUE) else []), *masked.fills]
     empty, over = contract(fills, safe)
-    if visible is not None and visible != TRUE and not fills:
-        empty = EmptyRow.ZERO
-    for load in [x for x in score.loads if _hides_rows(x, puller, vg)]:
-        hidden = -math.inf if safe else -1.0e30
-        shown = call("and", shown, call("gt", load, Const(hidden)))
-        if not safe and empty is EmptyRow.NAN:
-            empty, over = EmptyRow.MEAN_ADD, call("gt", load, Const(-math.inf))
+    shown = conjunction(f.visible for f in fills)
+    hiding = [t for t in terms(score) if "j" in t.variables and could_hide(t, puller)]
+    if hiding:
+        hidden = hiding_sum(puller.dtypes.get(score, torch.float32))
+        shown, empty, over = _additive(hiding, hidden, fills, safe, site)
     shown = normal_condition(shown, puller)
     over = TRUE if shown == TRUE else normal_condition(over, puller)
     extents, batch = puller.extents, frame.batch
-    q, fq = trace_back(*query, [*batch, "i", "d"], extents, scale=True)
-    k, fk = trace_back(*key, [*batch, "j", "d"], extents, scale=True)
-    v, _ = trace_back(values, values_at, [*batch, "j", "e"], extents, scale=False)
+    q, fq = trace_back(*query, [*batch, "i", "d"], extents, vg, grad, scale=True)
+    k, fk = trace_back(*key, [*batch, "j", "d"], extents, vg, grad, scale=True)
+    v, _ = trace_back(values, values_at, [*batch, "j", "e"], extents, vg, grad, scale=False)
     for name, found in (("query", q), ("key", k), ("value", v)):
         if not found:
-            raise Refused(f"the {name} operand is no view with batch, position and head-size dims", site.out)
+            raise Refused(f"the {name} operand is no view with batch, position and head-size dims", site.out,
+                          f"the {name} may depend on batch axes, its position and the head's channels")
     score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score)
     if shown == TRUE:
         empty = EmptyRow.NAN
@@ -237,37 +260,32 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     used = {n for e in (score, shown, over) for n in e.variables}
     sizes = [(s, name) for s, name in puller.names.items() if name in used]
     depends = lambda found: frozenset(renamed[n] for n in found[0].dims if n in renamed)
-    p = 0.0 if dropped is None else number(dropped.args[1] if site.weights is not None else dropped.args[4])
+    p = 0.0 if dropped is None else number(dropped.p)
     if not 0.0 <= p < 1.0:
-        raise Refused(f"dropout with p={p}", dropped)
+        raise Refused(f"dropout with p={p}", dropped.value, "p must be at least 0 and less than 1")
     spec = AttentionSpec(
         axes=tuple(renamed[n] for n in batch), q=depends(q), k=depends(k), v=depends(v), score=score, visible=shown,
         empty_row=empty, empty_over=over, dropout=float(p), aux=tuple(aux), sizes=tuple(name for _, name in sizes))
-    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), dropped,
-                  puller.product[-1])
+    random = None if dropped is None else (dropped.value, dropped.order({n: extents[n] for n in (*batch, "i", "j")}))
+    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value)
 
 
-def _hides_rows(load: Load, puller: Puller, vg: ValueGraph) -> bool:
-    """A float tensor over keys into which no gradient flows may hold huge negative numbers: an opaque additive mask."""
-    return load.kind == FLOAT and "j" in load.variables and not learned(puller.loads[load.name])
-
-
-def learned(v: Value) -> bool:
-    """Can a gradient flow into `v`?"""
-    seen, todo = set(), [v]
-    while todo:
-        x = todo.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.op is None and x.owner is not None:
-            example = x.owner.meta.get("example_value")
-            grads = [t.requires_grad for t in torch.utils._pytree.tree_leaves(example) if isinstance(t, torch.Tensor)]
-            if any(grads) and x.dtype.is_floating_point:
-                return True
-        if x.name not in ("detach.default",):
-            todo.extend(y for y in x.inputs if y.dtype.is_floating_point)
-    return False
+def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, site: Site) -> tuple[Expr, EmptyRow, Expr]:
+    """(visible, empty row, mean over) where terms of the score may be additive masks: sums up to `hidden` hide their key."""
+    shown = conjunction(f.visible for f in fills)
+    total = hiding[0]
+    for t in hiding[1:]:
+        total = call("add", total, t)
+    if safe:
+        return call("and", shown, call("gt", total, Const(-math.inf))), EmptyRow.ZERO, TRUE
+    if any(math.isfinite(f.value) and not f.added for f in fills):
+        raise Refused("an additive tensor that may be a mask meets a mask that replaces scores by a finite constant, and rows that both "
+                      "hide follow no single rule", site.weights or site.out, "combine the masks before they are applied")
+    for f in fills:
+        if math.isfinite(f.value):
+            total = call("add", total, call("where", f.visible, Const(0.0), Const(f.value)))
+    over = conjunction([*(f.visible for f in fills if math.isinf(f.value)), call("gt", total, Const(-math.inf))])
+    return call("and", shown, call("gt", total, Const(hidden))), EmptyRow.MEAN_ADD, over
 
 
 _AUX_NAMES = {"bool": "mask", "int": "ids", "float": "bias"}

@@ -7,22 +7,32 @@ unless the whole row is hidden, which `EmptyRow` records.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Iterator, Mapping, Sequence
+
+import torch
 
 from flashfx.expr import FALSE, FLOAT, INT, QK, TRUE, Call, Const, Expr, Var, call, conjunction
 from flashfx.spec import HIDING_FILL, EmptyRow
 
 from .index import Affine, at_least
 from .pull import Puller
+from .rules import PRODUCTS
+from .values import Refused, Value
+from .views import VIEWS
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Where `visible` is false the score was given `value`, by addition or by replacement."""
+    """Where `visible` is false the score was given `value`, by addition or by replacement.
+
+    bound   least finite value at the addition, scaled like `value`: sums below it were -inf
+    """
 
     visible: Expr
     value: float
     added: bool
+    bound: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -32,16 +42,24 @@ class Masked:
 
     def map(self, fn, scale: float = 1.0) -> Masked | None:
         """The masked score under score -> fn(score), value -> scale * value; None if a fill no longer hides."""
-        fills = tuple(Fill(f.visible, f.value * scale, f.added) for f in self.fills)
+        fills = tuple(replace(f, value=f.value * scale, bound=f.bound * scale) for f in self.fills)
         return Masked(fn(self.score), fills) if all(f.value <= HIDING_FILL for f in fills) else None
+
+
+def hiding_sum(dtype: torch.dtype) -> float:
+    """Constants at or below this swallow a score that they are added to: the sum keeps fewer than two bits of it.
+
+    Above, as -1e6 in float32, a row that is hidden entirely still is the softmax of its scores.
+    """
+    return min(HIDING_FILL, -4.0 / torch.finfo(dtype).eps)
 
 
 def _hides(e: Expr) -> bool:
     return isinstance(e, Const) and e.kind == FLOAT and e.value <= HIDING_FILL
 
 
-def peel(e: Expr) -> Masked:
-    """Split a score (or an additive term of it) into arithmetic and fills."""
+def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
+    """Split a score (or an additive term of it) into arithmetic and fills. `dtypes` says in which dtype a sum was formed."""
     whole = Masked(e)
     if not isinstance(e, Call):
         return whole
@@ -50,54 +68,143 @@ def peel(e: Expr) -> Masked:
         replaced = QK in e.leaves
         for kept, fill, visible in ((a, b, c), (b, a, call("not", c))):
             if _hides(fill) and not _hides(kept):
-                inner = peel(kept)
+                inner = peel(kept, dtypes)
+                if inner.fills and not replaced:  # inside one term the outer constant replaces the inner one
+                    return whole
                 return Masked(inner.score, (*inner.fills, Fill(visible, fill.value, not replaced)))
         return whole
     if e.op == "add":
-        a, b = (peel(x) for x in e.args)
-        if any(f for m in (a, b) for f in m.fills):
+        a, b = (peel(x, dtypes) for x in e.args)
+        dtype = dtypes.get(e, torch.float32)
+        for term in (a, b):
+            if QK not in term.score.leaves and any(f.value > hiding_sum(dtype) for f in term.fills):
+                return whole
+        if a.fills or b.fills:
             score, other = (a.score, b.score) if QK in a.score.leaves or QK not in b.score.leaves else (b.score, a.score)
-            return Masked(call("add", score, other), a.fills + b.fills)
+            least = torch.finfo(dtype).min
+            fills = tuple(replace(f, bound=least) if f.added else f for f in a.fills + b.fills)
+            return Masked(call("add", score, other), fills)
         return whole
     if e.op == "sub":
-        a = peel(e.args[0])
+        a = peel(e.args[0], dtypes)
         return Masked(call("sub", a.score, e.args[1]), a.fills) if a.fills else whole
     if e.op in ("mul", "truediv"):
         a, c = e.args
         if isinstance(a, Const) and e.op == "mul":
             a, c = c, a
         if isinstance(c, Const) and c.value > 0:
-            a = peel(a)
+            a = peel(a, dtypes)
             if a.fills:
                 return a.map(lambda s: call(e.op, s, c), c.value if e.op == "mul" else 1 / c.value) or whole
         return whole
     if e.op == "minimum":
-        a, b = (peel(x) for x in e.args)
-        return Masked(call("minimum", a.score, b.score), a.fills + b.fills) if a.fills + b.fills else whole
+        a, b = (peel(x, dtypes) for x in e.args)
+        if len(a.fills + b.fills) != 1:
+            return whole
+        return Masked(call("minimum", a.score, b.score), tuple(replace(f, added=False) for f in a.fills + b.fills))
     if e.op == "maximum" and any(_hides(x) for x in e.args):
         a, c = e.args if _hides(e.args[1]) else e.args[::-1]
-        inner = peel(a)
-        if not inner.fills:
+        inner = peel(a, dtypes)
+        if not inner.fills or any(f.value > c.value for f in inner.fills):
             return whole
+        # where the sum was -inf the bound takes over and stops the gradient; where both are equal it halves it
         added = all(f.added for f in inner.fills)
         return Masked(inner.score, (Fill(conjunction(f.visible for f in inner.fills), c.value, added),))
     return whole
 
 
-def contract(fills: tuple[Fill, ...], safe: bool) -> tuple[EmptyRow, Expr]:
-    """What a row without a visible key yields, and over which keys the mean goes."""
-    finite = [f for f in fills if not math.isinf(f.value)]
+def contract(fills: Sequence[Fill], safe: bool) -> tuple[EmptyRow, Expr]:
+    """What a row without a visible key yields, and over which keys the mean goes. Raises Refused where no rule says it.
+
+    Every way in which fills can hide a key together gives it one value: the sum of added constants, or the last that replaced.
+    In a row where all keys are hidden, those with the largest value share the weight.
+    """
+    if not fills:
+        return EmptyRow.NAN, TRUE
+    if len(fills) > 4:
+        raise Refused(f"{len(fills)} masks with constants of their own", hint="combine the masks before they are applied")
+    ways: dict[float, list[tuple[Fill, ...]]] = {}
+    flows: set[bool] = set()
+    for chosen in _subsets(fills):
+        value, added = None, True
+        for f in chosen:
+            value, added = (value + f.value, added) if f.added and value is not None else (f.value, f.added)
+            value = -math.inf if value < f.bound else value
+        ways.setdefault(value, []).append(chosen)
+        if math.isfinite(value):
+            flows.add(added)
+    finite = sorted(value for value in ways if math.isfinite(value))
     if not finite:
         return (EmptyRow.ZERO if safe else EmptyRow.NAN), TRUE
-    over: Expr = TRUE
-    if len([f for f in finite if f.added]) > 1 or any(f.added for f in finite[1:]):
-        # two added constants overflow to -inf where both apply: the mean goes over keys hidden by exactly one
+    if len(finite) > 1 or len(flows) > 1 or (safe and -math.inf in ways):
+        how = "constants" if len(finite) > 1 or safe else "means"
+        raise Refused(f"masks hide keys by different {how} ({', '.join(f'{f.value:.3g}' for f in fills)}), so rows that are hidden "
+                      "entirely follow no single rule", hint="combine the masks into one, or hide by -inf")
+    infinite = [f for f in fills if math.isinf(f.value)]
+    others = [w for w in ways.get(-math.inf, []) if not any(f in infinite for f in w)]
+    over = conjunction(f.visible for f in infinite)
+    if others:  # two added finfo.min overflow: the mean goes over keys that one of them hides
         over = FALSE
-        for f in finite:
-            one = conjunction([call("not", f.visible), *(g.visible for g in finite if g is not f)])
+        for w in ways[finite[0]]:
+            one = conjunction([*(call("not", f.visible) for f in w), *(f.visible for f in fills if f not in w)])
             over = call("or", over, one)
-    over = conjunction([over, *(f.visible for f in fills if math.isinf(f.value))])
-    return (EmptyRow.MEAN_ADD if any(f.added for f in finite) else EmptyRow.MEAN), over
+    return (EmptyRow.MEAN_ADD if True in flows else EmptyRow.MEAN), over
+
+
+def _subsets(fills: Sequence[Fill]) -> Iterator[tuple[Fill, ...]]:
+    """Every way in which some of the fills hide a key; fills with one condition hide together."""
+    conditions = list(dict.fromkeys(f.visible for f in fills))
+    for bits in range(1, 2 ** len(conditions)):
+        hidden = {c for n, c in enumerate(conditions) if bits >> n & 1}
+        yield tuple(f for f in fills if f.visible in hidden)
+
+
+def terms(score: Expr) -> list[Expr]:
+    """What is added to the dot product's term.
+
+    before -> after: (qk - a) * 0.5 + b -> -a * 0.5, b
+    """
+    if not isinstance(score, Call) or QK not in score.leaves:
+        return []
+    if score.op in ("add", "sub"):
+        a, b = score.args
+        b = call("neg", b) if score.op == "sub" else b
+        return [y for x in (a, b) for y in (terms(x) if QK in x.leaves else [x])]
+    if score.op in ("mul", "truediv") and isinstance(score.args[1], Const) and score.args[1].value > 0:
+        return [call(score.op, t, score.args[1]) for t in terms(score.args[0])]
+    return []
+
+
+def could_hide(term: Expr, puller: Puller) -> bool:
+    """May a term be so negative that it hides keys?"""
+    return any(isinstance(x, Const) and x.kind == FLOAT and abs(x.value) >= -HIDING_FILL for x in term.leaves) \
+        or any(load.kind == FLOAT and _could_hold_fills(puller.loads[load.name], puller.constants) for load in term.loads)
+
+
+def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool:
+    """Not if it is a parameter, or computed from parameters, integers and ordinary constants, as ALiBi is."""
+    seen, todo = set(), [v]
+    while todo:
+        x = todo.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x in constants:
+            data = constants[x]
+            if data.is_floating_point() and data.numel() and data.min().item() <= HIDING_FILL:
+                return True
+        elif x.op is None:
+            example = x.owner.meta.get("example_value") if x.owner is not None else None
+            if x.dtype.is_floating_point and not isinstance(example, torch.nn.Parameter):
+                return True
+        elif x.name in PRODUCTS:  # what a product yields is no mask
+            continue
+        elif x.name.startswith(("log", "reciprocal")):
+            return True
+        elif x.name not in VIEWS and any(isinstance(a, (int, float)) and abs(a) >= -HIDING_FILL for a in x.args):
+            return True
+        todo.extend(x.inputs)
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------- normal form

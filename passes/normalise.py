@@ -36,7 +36,7 @@ def _dropout_shape(x, p):
 
 @torch.library.impl(_markers, "sdpa", "Meta")
 def _sdpa_shape(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-    batch = torch.broadcast_shapes(q.shape[:-2], v.shape[:-2]) if not enable_gqa else q.shape[:-2]
+    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]) if not enable_gqa else q.shape[:-2]
     return q.new_empty((*batch, q.shape[-2], v.shape[-1]))
 
 
@@ -52,6 +52,10 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 
 def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if torch.is_autocast_enabled(query.device.type):  # a call kept whole is not autocast by PyTorch
+        dtype = torch.get_autocast_dtype(query.device.type)
+        low = lambda t: t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        query, key, value, attn_mask = map(low, (query, key, value, attn_mask))
     return SDPA(query, key, value, attn_mask, dropout_p, bool(is_causal), scale, bool(enable_gqa))
 
 
@@ -67,7 +71,23 @@ _METADATA = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
 
 
 class _KeepWhole(TorchFunctionMode):
-    """Dropout's composite kernel fails on symbolic sizes and SDPA decomposes by backend: record both as one call."""
+    """Dropout's composite kernel fails on symbolic sizes and SDPA decomposes by backend: record both as one call.
+
+    The mode is off inside a Python function that it has seen (F.multi_head_attention_forward), so `torch.nn.functional` itself
+    is changed too while the graph runs.
+    """
+
+    def __enter__(self):
+        functional = torch.nn.functional
+        self.originals = {f.__name__: f for f in _KEPT_WHOLE if getattr(functional, f.__name__, None) is f}
+        for name, original in self.originals.items():
+            setattr(functional, name, _KEPT_WHOLE[original])
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for name, original in self.originals.items():
+            setattr(torch.nn.functional, name, original)
+        return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return _KEPT_WHOLE.get(func, func)(*args, **(kwargs or {}))
@@ -78,7 +98,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, graph: ValueGraph):
         super().__init__()
-        self.graph, self.owner = graph, None
+        self.graph, self.owner, self.grad = graph, None, torch.is_grad_enabled()
         self.of: dict[int, Value] = {}
         self.alive: list[torch.Tensor] = []
 
@@ -91,7 +111,7 @@ class _Recorder(TorchDispatchMode):
         return self.of[id(t)]
 
     def _add(self, op, args, kwargs, out, t, owner) -> Value:
-        v = Value(op, args, kwargs, out, t, owner, len(self.graph.values))
+        v = Value(op, args, kwargs, out, t, owner, len(self.graph.values), self.grad)
         self.graph.values.append(v)
         self.of[id(t)] = v
         self.alive.append(t)
@@ -127,11 +147,11 @@ class _Runner(fx.Interpreter):
         self.recorder, self.opaque = _Recorder(self.vg), opaque
         self.wrappers: dict[fx.Node, torch.Tensor] = {}
         self.autocast: list[Any] = []
+        self.modes: list[bool] = []
         self.failed: fx.Node | None = None
         self.examples = examples
 
     def record(self, placeholders: list[fx.Node]) -> bool:
-        grad = torch.is_grad_enabled()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.vg.looking())
             stack.enter_context(torch.no_grad())
@@ -144,7 +164,7 @@ class _Runner(fx.Interpreter):
             try:
                 outputs = self.run(*[self.given[n] for n in placeholders], enable_io_processing=False)
                 last = next(n for n in reversed(self.module.graph.nodes) if n.op == "output")
-                self._keep(outputs, placeholders, last)
+                self._keep(outputs, last)
                 return True
             except Exception as error:  # whatever a user's op raises under fake tensors makes it opaque
                 if self.failed is None or self.examples[self.failed] is None:
@@ -154,14 +174,13 @@ class _Runner(fx.Interpreter):
             finally:
                 for context in reversed(self.autocast):
                     context.__exit__(None, None, None)
-                torch.set_grad_enabled(grad)
 
-    def _keep(self, outputs, placeholders, last: fx.Node) -> None:
+    def _keep(self, outputs, last: fx.Node) -> None:
         for t in _functional(outputs):
             self.vg.roots.setdefault(self.current(t), last)
-        for n in placeholders:
-            if len(self.vg.timeline.get(n, ())) > 1:
-                self.vg.roots.setdefault(self.vg.timeline[n][-1][1], last)
+        for n, entries in self.vg.timeline.items():
+            if n.op in ("placeholder", "get_attr") and len(entries) > 1:
+                self.vg.roots.setdefault(entries[-1][1], last)
 
     def _detached(self, n: fx.Node):
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), self.examples[n])
@@ -194,6 +213,11 @@ class _Runner(fx.Interpreter):
             for v in before:
                 self.vg.roots.setdefault(v, n)
             out = self.given[n]
+            if _may_write(n):
+                for t in used:
+                    t.copy_(self._wrap(torch.empty_like(torch._from_functional_tensor(t)), n))
+        elif self._sets_mode(n):
+            out = None
         else:
             try:
                 out = super().run_node(n)
@@ -215,9 +239,37 @@ class _Runner(fx.Interpreter):
             self.vg.timeline[n] = [(step, self.current(out))]
         return out
 
+    def _sets_mode(self, n: fx.Node) -> bool:
+        """Gradient and inference mode are written down, not entered: we trace without gradients."""
+        name = getattr(n.target, "__name__", "") if n.op == "call_function" else ""
+        if name == "_set_grad_enabled":
+            self.recorder.grad = bool(n.args[0])
+        elif name == "_enter_inference_mode":
+            self.modes.append(self.recorder.grad)
+            self.recorder.grad = self.recorder.grad and not n.args[0]
+        elif name == "_exit_inference_mode":
+            self.recorder.grad = self.modes.pop()
+        else:
+            return False
+        return True
+
     @staticmethod
     def _storage(t: torch.Tensor):
         return torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage())
+
+
+def _may_write(n: fx.Node) -> bool:
+    """May a node that we cannot run change its arguments? Higher-order ops other than a kernel's own do not."""
+    return not isinstance(n.target, HigherOrderOperator) or "mutation" in n.target.name()
+
+
+def _written_aliases(vg: ValueGraph, placeholders: list[fx.Node]) -> bool:
+    """Is an input changed that shares its memory with another one? Whose value then changes is not written down."""
+    storages: dict[int, list[fx.Node]] = {}
+    for n in placeholders:
+        for t in tensors_in(n.meta.get("example_value"), FakeTensor):
+            storages.setdefault(t.untyped_storage()._cdata, []).append(n)
+    return any(len(group) > 1 and any(len(vg.timeline.get(n, ())) > 1 for n in group) for group in storages.values())
 
 
 def normalise(gm: fx.GraphModule) -> ValueGraph | None:
@@ -233,6 +285,9 @@ def normalise(gm: fx.GraphModule) -> ValueGraph | None:
         while True:
             runner = _Runner(gm, examples, opaque, first.fake_mode)
             if runner.record(placeholders):
+                if _written_aliases(runner.vg, placeholders):
+                    log.info("no site is looked for: the graph changes an input that shares memory with another input")
+                    return None
                 return runner.vg
             opaque.add(runner.failed)
     finally:

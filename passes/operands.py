@@ -11,7 +11,7 @@ from typing import Sequence
 import torch
 
 from .index import Affine, Index, NotAffine, Size, at_least, number, product, same, size
-from .values import Value
+from .values import Value, ValueGraph
 from .views import step_through
 
 Step = tuple  # (method name, *arguments); sizes are Size
@@ -31,6 +31,9 @@ def radix(a: Affine, extents: dict[str, Size]) -> list[str] | None:
     left = dict(a.terms)
     weight: Size = 1
     order: list[str] = []
+    for name in [n for n in left if same(extents[n], 1)]:  # of extent 1, so wherever it stands
+        order.append(name)
+        del left[name]
     while left:
         name = next((n for n, c in left.items() if same(c, weight)), None)
         if name is None:
@@ -77,22 +80,26 @@ def arrange(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Si
     return Operand(v, tuple(steps), tuple(present))
 
 
-def trace_back(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Size], scale: bool) -> tuple[list[Operand], float]:
+def trace_back(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Size], vg: ValueGraph, grad: bool,
+               scale: bool) -> tuple[list[Operand], float]:
     """Candidates for one operand, farthest source first, and the constant factor met on the way (1.0 if not `scale`).
 
-    Walks up through views, copies and constant factors: k.transpose(2, 3), repeat_kv, q / sqrt(d).
+    Walks up through views, copies and constant factors: k.transpose(2, 3), repeat_kv, q / sqrt(d). Not past the end of a
+    gradient if one could flow (`grad`), nor past a factor that was applied in place: what it was applied to is gone.
     """
     found: list[tuple[Operand, float]] = []
     factor = 1.0
     while True:
         here = arrange(v, index, wanted, extents, keep_missing=True)
-        if here is not None:
+        if here is not None and all(n in here.dims or same(extents[n], 1) for n in wanted[-2:]):
             found.append((here, factor))
+        if grad and v.stops_gradient:
+            break
         try:
             through = step_through(v, index, extents)
         except NotAffine:
             break
-        if through is None and scale and (by := constant_factor(v)) is not None:
+        if through is None and scale and v.owner not in vg.changing and (by := constant_factor(v)) is not None:
             factor *= by
             through = (v.args[0], index)
         if through is None:

@@ -13,11 +13,11 @@ from flashfx.region import Refusal, Region
 from .check import check
 from .find import Site, find
 from .index import same, size
-from .lift import Lifted, Refused, lift
+from .lift import Lifted, lift
 from .normalise import normalise
 from .operands import Operand
 from .splice import splice, still_read, sweep
-from .values import Value, ValueGraph, source_line
+from .values import Refused, Value, ValueGraph, source_line
 from .verify import verify as validate
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         except Refused as why:
             refusals[site] = _refusal(stage, site, why)
     _drop(found, refusals, "check", vg)
+    unread = {n for n in gm.graph.nodes if not n.users}
     seeds: dict = {}
     replaced: dict[Site, dict[fx.Node, fx.Node]] = {}
     for site, lifted in list(found.items()):
@@ -92,7 +93,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
             old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
     if sites:
         cut = {s.out: _reads(s, lifted) for s, lifted in found.items()}
-        sweep(gm, vg, still_read(vg, cut))
+        sweep(gm, vg, still_read(vg, cut), unread)
         gm.graph.lint()
         gm.recompile()
     for site in sites:

@@ -15,7 +15,7 @@ from torch import fx
 from .emit import Emitter, follow_views
 from .find import Site
 from .lift import Lifted
-from .values import Value, ValueGraph
+from .values import Refused, Value, ValueGraph
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,16 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
     Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
     """
     spec, owner = lifted.spec, site.out.owner
-    emit = Emitter(gm, vg, owner)
+    emit = Emitter(gm, vg, owner, site.out.grad)
     q, k, v = (emit.operand(candidates)[0] for candidates in (lifted.q, lifted.k, lifted.v))
     aux = [emit.operand([a])[0] for a in lifted.aux]
     sizes = [emit.size(s) for s in lifted.sizes]
     seed = None
     if spec.dropout:
         # products that share one dropout must see the same bits
+        drawn, _ = lifted.random
+        if any(d is drawn and key != lifted.random for key in seeds for d in key[:1]):
+            raise Refused("two products share one dropout and read it in different orders", drawn, "use one layout for both products")
         if lifted.random not in seeds:
             seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
         seed = seeds[lifted.random]
@@ -87,9 +90,12 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
                 anchor(x)
 
     replaced: dict[fx.Node, fx.Node] = {}
-    for holder in (n for n in vg.timeline if n is owner or owner in n.all_input_nodes):
+    holders = [n for n in vg.timeline if (n is owner or owner in n.all_input_nodes) and vg.timeline[n][0][1].owner is owner]
+    if any(len(vg.timeline[n]) > 1 for n in holders):  # changed in place later: our backward still reads the op's own output
+        out = emit.call(torch.ops.aten.clone.default, out)
+    for holder in holders:
         value = vg.timeline[holder][0][1]
-        if value.owner is owner and holder.users:
+        if holder.users:
             anchor(value)
             replaced[holder] = emit.value(value)
     return replaced
@@ -105,18 +111,21 @@ def _descendants(vg: ValueGraph, source: Value) -> set[Value]:
     return below
 
 
-def sweep(gm: fx.GraphModule, vg: ValueGraph, needed: dict[Value, object]) -> None:
-    """Erase emitted nodes without users and original nodes all of whose values are no longer needed."""
+def sweep(gm: fx.GraphModule, vg: ValueGraph, needed: dict[Value, object], unread: set[fx.Node]) -> None:
+    """Erase what the rewrite left without readers: emitted nodes, original nodes, and in-place changes that nobody sees.
+
+    unread: nodes without users before the rewrite; those are the model's own business unless they change a tensor in place.
+    """
     for node in reversed(list(gm.graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
-        if node not in vg.steps:
-            gm.graph.erase_node(node)
-            continue
+        emitted = node not in vg.steps
         owned = _owned(vg).get(node, [])
-        held = [v for _, v in vg.timeline.get(node, ())]
-        tensorial = node in vg.timeline or bool(owned)
-        if tensorial and not any(v in needed for v in (*owned, *(held if node not in vg.changing else ()))):
+        if node in vg.changing:
+            dead = not any(v in needed for v in owned)
+        else:
+            dead = node not in unread and (node in vg.timeline or bool(owned))
+        if emitted or dead:
             gm.graph.erase_node(node)
 
 

@@ -13,11 +13,20 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 
 
+class Refused(Exception):
+    """Raised inside a stage; becomes a `Refusal`."""
+
+    def __init__(self, reason: str, at: Value | None = None, hint: str = ""):
+        super().__init__(reason)
+        self.reason, self.at, self.hint = reason, at, hint
+
+
 @dataclass(eq=False)
 class Value:
     """One tensor: output `out` of `op(*args, **kwargs)`, or a leaf (`op is None`): a placeholder, constant or opaque result.
 
     args hold Values where the call took tensors; sizes are ints or SymInts. `fake` carries shape, dtype, strides, device.
+    `grad`: was gradient mode on where the call stood?
     """
 
     op: Any
@@ -27,6 +36,7 @@ class Value:
     fake: torch.Tensor
     owner: fx.Node | None
     number: int
+    grad: bool = True
 
     @property
     def name(self) -> str:
@@ -44,6 +54,28 @@ class Value:
     @property
     def inputs(self) -> list[Value]:
         return list(tensors_in((self.args, self.kwargs), Value))
+
+    def reaches_parameters(self, through_stops: bool) -> bool:
+        """Is this computed from anything that requires a gradient (past `detach` and `no_grad`, if `through_stops`)?"""
+        seen, todo = set(), [self]
+        while todo:
+            v = todo.pop()
+            if v in seen or not v.dtype.is_floating_point:
+                continue
+            seen.add(v)
+            if v.op is None:
+                example = v.owner.meta.get("example_value") if v.owner is not None else None
+                if any(t.requires_grad for t in tensors_in(example, torch.Tensor)):
+                    return True
+            elif through_stops or v.grad and v.name != "detach.default":
+                todo.extend(v.inputs)
+        return False
+
+    @property
+    def stops_gradient(self) -> bool:
+        """Computed by `detach`, or under no_grad, from something that a gradient could reach."""
+        return self.op is not None and self.dtype.is_floating_point and (not self.grad or self.name == "detach.default") \
+            and self.reaches_parameters(through_stops=True)
 
     def argument(self, position: int, name: str, default=None):
         """A call's argument, given by position or by name."""

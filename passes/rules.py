@@ -1,0 +1,182 @@
+"""Ops that have a meaning of their own at an index, one rule each: `rule(puller, value, index)` is the element, None if it cannot say."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashfx.expr import BOOL, FLOAT, INT, QK, Const, Expr, call, cast, const
+
+from .index import Affine, Index, number, size
+from .scalars import cast_simplified, choice, kind_of, round_to, rounded
+from .values import Value
+from .views import within
+
+if TYPE_CHECKING:
+    from .pull import Puller
+
+RANDOM = torch.Tag.nondeterministic_seeded
+PRODUCTS = {"bmm.default": (0, 1), "mm.default": (0, 1), "baddbmm.default": (1, 2), "addmm.default": (1, 2)}
+
+
+@dataclass(frozen=True)
+class Product:
+    """left @ right at (…, i, d) and (…, d, j), or at (…, j, d) and (…, d, i) if `swapped`. `value` is None for SDPA."""
+
+    left: Value
+    left_at: Index
+    right: Value
+    right_at: Index
+    swapped: bool
+    value: Value | None
+
+def _constant(value):
+    def rule(p: Puller, v: Value, x: Index) -> Expr:
+        c = number(value(v))
+        if isinstance(c, torch.SymInt):
+            return cast(p.size(c), kind_of(v.dtype))
+        return cast(Const(round_to(float(c), v.dtype) if v.dtype.is_floating_point else c), kind_of(v.dtype))
+    return rule
+
+
+def _arange(p: Puller, v: Value, x: Index) -> Expr | None:
+    start, step = {"arange.default": (0, 1), "arange.start": (v.args[0], 1)}.get(v.name, (v.args[0], (*v.args, 1, 1)[2]))
+    if any(isinstance(c, float) for c in (start, step)):
+        return None
+    return cast(p.expr(x[0] * size(step) + size(start)), kind_of(v.dtype))
+
+
+def _to_copy(p: Puller, v: Value, x: Index) -> Expr | None:
+    if any(t.is_floating_point and t.itemsize == 1 for t in (v.dtype, v.args[0].dtype)):
+        return None  # float8 keeps three bits at most: a cast to it is no rounding to overlook
+    e = cast_simplified(p.operand(v.args[0], x), kind_of(v.dtype))
+    if (parts := choice(e)) and v.dtype.is_floating_point:
+        return call("where", parts[0], rounded(parts[1], v.dtype), rounded(parts[2], v.dtype))
+    return rounded(e, v.dtype)
+
+
+def _masked_fill(p, v, x):
+    fill = p.operand(v.args[2], x)
+    return p.apply("where", [cast(p.operand(v.args[1], x), BOOL), fill, p.operand(v.args[0], x)], v.dtype)
+
+
+def _where(p, v, x):
+    c, a, b = (p.operand(a, x) for a in v.args)
+    return p.apply("where", [cast(c, BOOL), a, b], v.dtype)
+
+
+def _rsub(p, v, x):
+    a, b = p.operand(v.args[0], x), p.operand(v.args[1], x)
+    return None if v.kwargs.get("alpha", 1) != 1 else p.apply("sub", [b, a], v.dtype)
+
+
+def _div_mode(p, v, x):
+    a, b = p.operand(v.args[0], x), p.operand(v.args[1], x)
+    mode = v.kwargs.get("rounding_mode")
+    return p.apply("truediv" if mode is None else "floordiv", [a, b], v.dtype) if mode in (None, "floor") and \
+        (mode is None or not v.dtype.is_floating_point) else None
+
+
+def _clamp(p, v, x):
+    e = p.operand(v.args[0], x)
+    for op, bound in (("maximum", v.argument(1, "min")), ("minimum", v.argument(2, "max"))):
+        if bound is not None:
+            e = p.apply(op, [e, p.operand(bound, x)], v.dtype)
+    return e
+
+
+def _pow(p, v, x):
+    if not v.dtype.is_floating_point or not isinstance(v.args[1], (int, float)):
+        return None
+    e = p.operand(v.args[0], x)
+    by = {2: lambda: call("mul", e, e), 3: lambda: call("mul", call("mul", e, e), e), 0.5: lambda: call("sqrt", e), 1: lambda: e,
+          -1: lambda: call("reciprocal", e), -0.5: lambda: call("rsqrt", e)}.get(v.args[1])
+    return by() if by else None
+
+
+def _unary(build):
+    return lambda p, v, x: build(p.operand(v.args[0], x)) if v.dtype.is_floating_point else None
+
+
+def _triangle(op: str):
+    def rule(p: Puller, v: Value, x: Index) -> Expr:
+        row, col = p.expr(x[-2]), p.expr(x[-1])
+        keep = call("le" if op == "tril" else "ge", call("sub", col, row), p.size(v.argument(1, "diagonal", 0)))
+        zero = {BOOL: Const(False), INT: Const(0), FLOAT: Const(0.0)}[kind_of(v.dtype)]
+        e = p.operand(v.args[0], x)
+        return call("and", keep, e) if e.kind == BOOL else call("where", keep, e, zero)
+    return rule
+
+
+def _gather(p: Puller, source: Value, positions: dict[int, Expr], rest: list[Affine]) -> Expr | None:
+    """source[...] with index expressions at some dims; pulled on where those are affine and provably in range."""
+    index, free = [], iter(rest)
+    for d, s in enumerate(source.shape):
+        a = p.affine(positions[d]) if d in positions else next(free)
+        if a is None or (d in positions and not within(a, size(s), p.extents)):
+            return None
+        index.append(a)
+    return p.pull(source, tuple(index))
+
+
+def _index(p: Puller, v: Value, x: Index) -> Expr | None:
+    source, picks = v.args[0], v.args[1]
+    given = [d for d, t in enumerate(picks) if t is not None]
+    if any(picks[d].dtype == torch.bool for d in given):
+        return None
+    rank = max(len(picks[d].shape) for d in given)
+    front = 0 if given != list(range(given[0], given[-1] + 1)) else given[0]
+    own = x[front: front + rank]
+    rest = list(x[:front] + x[front + rank:])
+    return _gather(p, source, {d: p.operand(picks[d], own) for d in given}, rest)
+
+
+def _index_select(p, v, x):
+    d = v.args[1] % len(v.shape)
+    return _gather(p, v.args[0], {d: p.pull(v.args[2], (x[d],))}, list(x[:d] + x[d + 1:]))
+
+
+def _product(p: Puller, v: Value, x: Index) -> Expr | None:
+    """The first product of something over queries with something over keys is the site's dot product; any other is a leaf.
+
+    Neither need vary along its axis: there may be one query only, in decoding.
+    """
+    left, right = (v.args[position] for position in PRODUCTS[v.name])
+    d = Affine.axis("d")
+    left_at, right_at = (*x[:-2], x[-2], d), (*x[:-2], d, x[-1])
+    of_left, of_right = (set().union(*(a.axes for a in at)) for at in (left_at, right_at))
+    swapped = "j" in of_left or "i" in of_right
+    if swapped and ("i" in of_left or "j" in of_right):
+        return None
+    found = Product(left, left_at, right, right_at, swapped, v)
+    if p.product is not None and p.product != found:
+        return None
+    p.product = found
+    p.extents["d"] = size(left.shape[-1])
+    if v.name in ("bmm.default", "mm.default"):
+        return QK
+    beta, alpha = number(v.kwargs.get("beta", 1)), number(v.kwargs.get("alpha", 1))
+    dot = call("mul", QK, const(float(alpha)))
+    if beta == 0:
+        return dot
+    return p.apply("add", [dot, call("mul", p.operand(v.args[0], x), const(float(beta)))], v.dtype)
+
+
+RULES = {
+    "full.default": _constant(lambda v: v.args[1]), "full_like.default": _constant(lambda v: v.args[1]),
+    "new_full.default": _constant(lambda v: v.args[2]), "scalar_tensor.default": _constant(lambda v: v.args[0]),
+    **{f"{n}.default": _constant(lambda v: 0) for n in ("zeros", "zeros_like", "new_zeros")},
+    **{f"{n}.default": _constant(lambda v: 1) for n in ("ones", "ones_like", "new_ones")},
+    "arange.default": _arange, "arange.start": _arange, "arange.start_step": _arange,
+    "_to_copy.default": _to_copy, "masked_fill.Scalar": _masked_fill, "masked_fill.Tensor": _masked_fill,
+    "where.self": _where, "where.ScalarSelf": _where, "where.ScalarOther": _where, "where.Scalar": _where,
+    "rsub.Scalar": _rsub, "rsub.Tensor": _rsub, "div.Tensor_mode": _div_mode, "div.Scalar_mode": _div_mode,
+    "clamp.default": _clamp, "clamp_min.default": _clamp,
+    "pow.Tensor_Scalar": _pow, "square.default": _unary(lambda e: call("mul", e, e)),
+    "relu.default": _unary(lambda e: call("maximum", e, Const(0.0))),
+    "silu.default": _unary(lambda e: call("mul", e, call("sigmoid", e))),
+    "tril.default": _triangle("tril"), "triu.default": _triangle("triu"),
+    "index.Tensor": _index, "index_select.default": _index_select,
+    **{name: _product for name in PRODUCTS},
+}
