@@ -176,9 +176,10 @@ def terms(score: Expr) -> list[Expr]:
 
 
 def could_hide(term: Expr, puller: Puller) -> bool:
-    """May a term be so negative that it hides keys?"""
+    """May a term be so negative for some keys that it hides them? A slope per head, times a distance, hides none."""
     return any(isinstance(x, Const) and x.kind == FLOAT and abs(x.value) >= -HIDING_FILL for x in term.leaves) \
-        or any(load.kind == FLOAT and _could_hold_fills(puller.loads[load.name], puller.constants) for load in term.loads)
+        or any(load.kind == FLOAT and "j" in load.variables and _could_hold_fills(puller.loads[load.name], puller.constants)
+               for load in term.loads)
 
 
 def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool:
