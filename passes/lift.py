@@ -276,11 +276,11 @@ def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, 
     total = hiding[0]
     for t in hiding[1:]:
         total = call("add", total, t)
+    if any(math.isfinite(f.value) and (safe or not f.added) for f in fills):
+        raise Refused("an additive tensor that may be a mask meets a mask of a finite constant, and rows that both hide follow no single rule",
+                      site.weights or site.out, "combine the masks before they are applied, or hide by -inf")
     if safe:
         return call("and", shown, call("gt", total, Const(-math.inf))), EmptyRow.ZERO, TRUE
-    if any(math.isfinite(f.value) and not f.added for f in fills):
-        raise Refused("an additive tensor that may be a mask meets a mask that replaces scores by a finite constant, and rows that both "
-                      "hide follow no single rule", site.weights or site.out, "combine the masks before they are applied")
     for f in fills:
         if math.isfinite(f.value):
             total = call("add", total, call("where", f.visible, Const(0.0), Const(f.value)))

@@ -204,7 +204,7 @@ def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool
             return True
         elif x.name not in VIEWS and any(isinstance(a, (int, float)) and abs(a) >= -HIDING_FILL for a in x.args):
             return True
-        todo.extend(x.inputs)
+        todo.extend(y for y in x.inputs if y.dtype.is_floating_point)
     return False
 
 
