@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import PlanError
+from ..expr import Call, Var, walk
 from ..region import Problem
 from ..spec import AttentionSpec
 from .gpu import GPU
-from .parts import chunks
+from .parts import chunks, peel
+from .ranges import bounds
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DIRECTIONS = ("forward", "backward")
@@ -82,18 +84,47 @@ def padded(size: int) -> int:
 
 
 START = {
-    # (matrix units, kernel, head size up to) -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
-    # "wgmma" with TMA: best of a sweep on an H200 (bf16, 16k tokens); the others start where registers suffice without spilling
-    ("wgmma", "forward", 64): (64, 64, 4, 3), ("wgmma", "forward", 128): (64, 64, 4, 3), ("wgmma", "forward", 256): (64, 64, 4, 2),
-    ("wgmma", "keys", 64): (64, 64, 4, 2), ("wgmma", "keys", 128): (64, 64, 4, 2), ("wgmma", "keys", 256): (64, 64, 8, 2),
-    ("wgmma", "rows", 64): (64, 64, 4, 2), ("wgmma", "rows", 128): (64, 64, 4, 2), ("wgmma", "rows", 256): (64, 32, 4, 2),
-    ("mma", "forward", 64): (128, 64, 4, 3), ("mma", "forward", 128): (128, 64, 8, 2), ("mma", "forward", 256): (64, 32, 4, 2),
-    ("mma", "keys", 64): (64, 64, 4, 2), ("mma", "keys", 128): (32, 64, 4, 2), ("mma", "keys", 256): (32, 32, 8, 2),
-    ("mma", "rows", 64): (64, 64, 4, 2), ("mma", "rows", 128): (64, 32, 4, 2), ("mma", "rows", 256): (32, 32, 4, 2),
-    ("fma", "forward", 64): (64, 32, 4, 2), ("fma", "forward", 128): (32, 32, 4, 2), ("fma", "forward", 256): (32, 16, 4, 1),
-    ("fma", "keys", 64): (32, 32, 4, 1), ("fma", "keys", 128): (16, 32, 4, 1), ("fma", "keys", 256): (16, 16, 4, 1),
-    ("fma", "rows", 64): (32, 32, 4, 1), ("fma", "rows", 128): (32, 16, 4, 1), ("fma", "rows", 256): (16, 16, 4, 1),
+    # (matrix units, kernel, head size up to) -> (BLOCK_M, BLOCK_N, num_warps, num_stages) for simple scores, and for heavy ones.
+    # "wgmma" with TMA: the best of a sweep on an H200 (bf16, 16k tokens, N = 4096) that do not spill. The others: largest that do not.
+    ("wgmma", "forward", 64): ((64, 64, 4, 3), (64, 64, 4, 2)),
+    ("wgmma", "forward", 128): ((64, 64, 4, 3), (64, 64, 4, 3)),
+    ("wgmma", "forward", 256): ((128, 32, 8, 3), (64, 32, 4, 2)),
+    ("wgmma", "keys", 64): ((32, 64, 4, 3), (64, 64, 4, 2)),
+    ("wgmma", "keys", 128): ((64, 64, 4, 2), (32, 64, 4, 3)),
+    ("wgmma", "keys", 256): ((64, 32, 8, 3), (64, 32, 8, 2)),
+    ("wgmma", "rows", 64): ((64, 64, 4, 2), (64, 64, 4, 2)),
+    ("wgmma", "rows", 128): ((64, 64, 4, 2), (64, 32, 4, 3)),
+    ("wgmma", "rows", 256): ((64, 32, 4, 2), (64, 32, 8, 2)),
+    ("mma", "forward", 64): ((64, 64, 4, 3), (64, 64, 4, 3)),
+    ("mma", "forward", 128): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("mma", "forward", 256): ((64, 32, 8, 2), (64, 32, 8, 2)),
+    ("mma", "keys", 64): ((64, 64, 8, 2), (32, 64, 4, 2)),
+    ("mma", "keys", 128): ((64, 64, 8, 2), (32, 64, 8, 2)),
+    ("mma", "keys", 256): ((32, 32, 8, 2), (32, 32, 8, 2)),
+    ("mma", "rows", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("mma", "rows", 128): ((64, 64, 8, 2), (64, 32, 8, 2)),
+    ("mma", "rows", 256): ((32, 32, 8, 2), (32, 32, 8, 2)),
+    ("fma", "forward", 64): ((64, 32, 4, 2), (64, 32, 4, 2)),
+    ("fma", "forward", 128): ((32, 32, 4, 2), (32, 32, 4, 2)),
+    ("fma", "forward", 256): ((32, 16, 4, 1), (32, 16, 4, 1)),
+    ("fma", "keys", 64): ((32, 32, 4, 1), (32, 32, 4, 1)),
+    ("fma", "keys", 128): ((16, 32, 4, 1), (16, 32, 4, 1)),
+    ("fma", "keys", 256): ((16, 16, 4, 1), (16, 16, 4, 1)),
+    ("fma", "rows", 64): ((32, 32, 4, 1), (32, 32, 4, 1)),
+    ("fma", "rows", 128): ((32, 16, 4, 1), (32, 16, 4, 1)),
+    ("fma", "rows", 256): ((16, 16, 4, 1), (16, 16, 4, 1)),
 }
+
+
+def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
+    """Does the score need many registers beside q . k: dropout's random words, functions, N x N loads, or a mask with two edges?"""
+    if spec.dropout or any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(peel(spec.score)[0])):
+        return True
+    if any({"i", "j"} <= load.variables for load in spec.score.loads):
+        return True
+    over = "i" if kernel == "keys" else "j"
+    found = bounds(spec.visible, over)
+    return found.has_full and not (found.full_hi == Var("M") if over == "i" else found.starts_full)
 
 
 def units(problem: Problem, gpu: GPU) -> str:
@@ -110,7 +141,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     if kernel == "dense":
         start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 64, 4, 1)
     else:
-        start = START[found, kernel, step]
+        start = START[found, kernel, step][is_heavy(spec, kernel)]
     if (found, kernel, step) == ("wgmma", "forward", 64) and not spec.is_masked and not spec.dropout:
         start = (64, 128, 4, 2)
     tried = [start]
@@ -123,7 +154,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
                 m //= 2
             else:
                 n //= 2
-            warps = min(warps, max(2, m * n // 256))
+            warps = min(warps, 4 if m * n <= 2048 and padded(max(problem.D, problem.Dv)) <= 128 else 8)
         elif stages > 1:
             stages -= 1
         else:
@@ -136,15 +167,16 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     m, n, _, stages = tiles
     d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
     width = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype])
-    depth = max(1, stages)
+    depth = max(1, stages - 1 if units(problem, gpu) == "mma" else stages)
     tiled_loads = sum(WIDTHS["float32"] * m * n * depth for load in spec.loads if {"i", "j"} <= load.variables)
     scratch = 4 * m * n + 4096
+    staged = {"keys": n, "rows": m}.get(kernel, 0) * max(d, dv) if gpu.capability >= (10, 0) else 0  # tensor memory is filled through it
     if kernel == "forward":
         return depth * n * (d + dv) + m * max(d, dv * 2) + tiled_loads + scratch * (width == 4 or spec.dropout > 0) + m * n * width + 2048
     if kernel == "keys":
-        return depth * m * (d + dv) + n * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + depth * 8 * m + 2048
+        return depth * m * (d + dv) + n * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + depth * 8 * m + staged + 2048
     if kernel == "rows":
-        return depth * n * (d + dv) + m * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + 2048
+        return depth * n * (d + dv) + m * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + staged + 2048
     return m * (d + dv) + n * (d + dv) + tiled_loads + scratch + m * n * width + 2048
 
 
@@ -153,11 +185,11 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     m, n, warps, _ = tiles
     d, dv = padded(problem.D), padded(problem.Dv)
     accumulators = {"forward": m * dv, "keys": n * (d + dv), "rows": m * d, "dense": m * n}[kernel]
-    scores = {"forward": 1.5, "keys": 2.5, "rows": 2.5, "dense": 2.5}[kernel] * m * n
+    scores = {"forward": 1.5, "keys": 2, "rows": 2, "dense": 2}[kernel] * m * n
     return (accumulators + scores) / (32 * warps)
 
 
-REGISTER_LIMIT = 200
+REGISTER_LIMIT = 208
 """Of 255, for accumulators and score tiles; addresses, row vectors and the pipeline need the rest."""
 
 

@@ -49,7 +49,7 @@ def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bo
         functions.append(host.backward_function(site, found))
     kernels = [k.source for k in found.values()]
     body = "\n".join([*kernels, *functions])
-    shared = [*([KEEP_TILE] if spec.dropout else []), *helpers(body)]
+    shared = [*([KEEP_TILE] if spec.dropout else []), *helpers(body, "float32" in (site.dtype, site.v_dtype))]
     head = _head(site, plan, backward if any(site.needs) else None, problem, body)
     text = "\n\n\n".join([head, *shared, *kernels, *functions, _MAIN]) + "\n"
     return Source(text, plan, backward if any(site.needs) else None)
@@ -86,7 +86,7 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     out.line(f"NEEDS = {site.needs!r}", "which of q, k, v and the captured tensors get gradients")
     out.line(f"FORWARD = {plan.options!r}")
     if backward is not None:
-        out.line('DELTA = {"BLOCK_M": 64, "num_warps": 4}')
+        out.line(f"DELTA = {{'BLOCK_M': {64 if site.Dv <= 128 else 32}, 'num_warps': 4}}")
         out.line(f"KEYS = {backward.options!r}", "dK and dV")
         out.line(f"ROWS = {backward.rows.options!r}", "dQ")
         if "DENSE" in body:
