@@ -62,6 +62,16 @@ def test_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_a_plain_checkout_registers_the_backend():
+    """Without site-packages' record of an install; still no heavy import."""
+    code = ("import sys, torch; from importlib import metadata; real = metadata.entry_points;"
+            "metadata.entry_points = lambda **k: [e for e in real(**k) if 'flashfx' not in e.value];"
+            "import flashfx; metadata.entry_points = real; assert 'torch._dynamo' not in sys.modules;"
+            "found = [e for e in real(group='torch_dynamo_backends') if e.name == 'flashfx'];"
+            "assert any(type(e.dist).__name__ == '_Checkout' for e in found) and 'flashfx' in torch._dynamo.list_backends()")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_package_folders_refuse_another_name():
     for name in ("passes", "codegen"):
         done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)

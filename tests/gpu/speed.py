@@ -11,6 +11,8 @@ import sys
 
 import torch
 
+import flashfx  # noqa: F401  (registers the backend in a plain checkout)
+
 
 def clocks() -> str:
     query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
