@@ -64,11 +64,11 @@ def test_import_is_light():
 
 def test_a_plain_checkout_registers_the_backend():
     """Without site-packages' record of an install; still no heavy import."""
-    code = ("import sys, torch; from importlib import metadata; real = metadata.entry_points;"
-            "metadata.entry_points = lambda **k: [e for e in real(**k) if 'flashfx' not in e.value];"
-            "import flashfx; metadata.entry_points = real; assert 'torch._dynamo' not in sys.modules;"
-            "found = [e for e in real(group='torch_dynamo_backends') if e.name == 'flashfx'];"
-            "assert any(type(e.dist).__name__ == '_Checkout' for e in found) and 'flashfx' in torch._dynamo.list_backends()")
+    code = ("import sys, torch; from importlib import metadata; F = metadata.MetadataPathFinder; real = F.find_distributions;"
+            "F.find_distributions = classmethod(lambda cls, *a: (d for d in real(*a) if d.metadata['Name'] != 'flashfx'));"
+            "import flashfx; assert 'torch._dynamo' not in sys.modules and 'triton' not in sys.modules;"
+            "e, = metadata.entry_points(group='torch_dynamo_backends', name='flashfx');"
+            "assert type(e.dist).__name__ == '_Checkout' and 'flashfx' in torch._dynamo.list_backends() and callable(e.load())")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
