@@ -7,15 +7,12 @@ import sympy
 import torch
 from torch import fx
 
+from .held import FREE_VIEWS, Held
 from .index import Affine, NotAffine, Size, SplitAxis, product, same, size
 from .normalise import DROPOUT, SDPA
 from .operands import Operand, radix
-from .rules import PRODUCTS, RANDOM
 from .values import Refused, Value, ValueGraph
 from .views import VIEWS, step_through
-
-_FREE_VIEWS = {"view.default", "_unsafe_view.default", "_reshape_alias.default"}
-
 
 _aten = torch.ops.aten
 _METHODS = {
@@ -25,13 +22,12 @@ _METHODS = {
 }
 
 
-class Emitter:
+class Emitter(Held):
     """Emits in front of Dynamo node `before`, which disappears: its own values may be emitted whatever they cost."""
 
     def __init__(self, gm: fx.GraphModule, vg: ValueGraph, before: fx.Node, grad: bool):
-        self.gm, self.vg, self.before, self.grad = gm, vg, before, grad
-        self.step = vg.steps[before]
-        self.nodes: dict[Value, fx.Node] = {}
+        super().__init__(vg, before)
+        self.gm, self.grad = gm, grad
         self.calls: dict[tuple, fx.Node] = {}
 
     # ------------------------------------------------------------------ nodes
@@ -93,26 +89,6 @@ class Emitter:
         raise Refused(f"no node of the graph holds the number {x}")
 
     # ------------------------------------------------------------------ values
-    def holder(self, v: Value) -> fx.Node | None:
-        """A Dynamo node in front of us that holds `v` now."""
-        for node in self.vg.holders(v):
-            if self.vg.steps[node] < self.step and self.vg.held(node, self.step) is v:
-                return node
-        return None
-
-    def can(self, v: Value) -> bool:
-        """Held, or cheap to make again from what is held: views, casts, pointwise ops."""
-        if v in self.nodes or self.holder(v) is not None:
-            return True
-        if v.op is None:
-            return False
-        if self._reshaped(v) is not None:
-            return True
-        dear = v.name in PRODUCTS or v.op in (DROPOUT, SDPA) or RANDOM in v.op.tags or "convolution" in v.name
-        if dear and v.owner is not self.before:
-            return False
-        return all(self.can(x) for x in v.inputs)
-
     def value(self, v: Value) -> fx.Node:
         """A node that holds `v`. Raises `Refused` where that needs a value that was changed in place."""
         if v not in self.nodes:
@@ -123,13 +99,6 @@ class Emitter:
                     found = self.call(_aten.detach.default, found)
             self.nodes[v] = found
         return self.nodes[v]
-
-    def _reshaped(self, v: Value) -> fx.Node | None:
-        """A node that holds `v` under another shape: matmul's result is held, not that of the bmm inside."""
-        for user in self.vg.users()[v]:
-            if user.name in _FREE_VIEWS and (held := self.holder(user)) is not None:
-                return held
-        return None
 
     def _make(self, v: Value) -> fx.Node:
         if (held := self._reshaped(v)) is not None:
@@ -146,7 +115,7 @@ class Emitter:
             q, k, val, mask, p, causal, scale, gqa = args
             return self.call(torch.nn.functional.scaled_dot_product_attention, q, k, val, attn_mask=mask, dropout_p=p,
                              is_causal=causal, scale=scale, enable_gqa=gqa)
-        if v.name in _FREE_VIEWS:  # the input's strides may now be others
+        if v.name in FREE_VIEWS:  # the input's strides may now be others
             return self.call(_aten.reshape.default, *args)
         if len(v.op._schema.returns) == 1 and not str(v.op._schema.returns[0].type).startswith("List"):
             return self.call(v.op, *args, **kwargs)

@@ -71,12 +71,16 @@ def _unshifted(v: Value, dim: int) -> Value:
     return v
 
 
-def _carries(v: Value) -> bool:
+def carries(v: Value) -> bool:
     """Does `v` hand its inputs' elements on, one by one?"""
     return v.name in VIEWS or v.name in BY_ATEN or v.name in CASTS or v.name in DROPOUTS or (v.name in COMPUTED and v.name not in PRODUCTS)
 
 
-def _has_product_above(v: Value) -> bool:
+_REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "native_layer_norm.default", "max.dim", "amax.default")
+"""On the way from the first product to the softmax these forbid the rewrite; the site is found all the same, to be refused with a reason."""
+
+
+def has_product_above(v: Value) -> bool:
     seen, todo = set(), [v]
     while todo:
         x = todo.pop()
@@ -85,7 +89,7 @@ def _has_product_above(v: Value) -> bool:
         seen.add(x)
         if x.name in PRODUCTS:
             return True
-        if _carries(x):
+        if carries(x) or x.name in _REORDERED or softmax_of(x) is not None:
             todo.extend(x.inputs)
     return False
 
@@ -102,7 +106,7 @@ def _products_below(vg: ValueGraph, v: Value) -> list[tuple[Value, int]]:
                 for side, position in enumerate(PRODUCTS[user.name]):
                     if user.args[position] is x:
                         found.append((user, side))
-            elif _carries(user) and softmax_of(user) is None:
+            elif carries(user) and softmax_of(user) is None:
                 todo.append(user)
     return sorted(set(found), key=lambda f: (f[0].number, f[1]))
 
@@ -113,6 +117,6 @@ def find(vg: ValueGraph) -> list[Site]:
     for v in vg.values:
         if v.name == "sdpa.default":
             sites.append(Site(v))
-        elif (soft := softmax_of(v)) is not None and _has_product_above(soft[0]):
+        elif (soft := softmax_of(v)) is not None and has_product_above(soft[0]):
             sites.extend(Site(out, v, side) for out, side in _products_below(vg, v))
     return sorted(sites, key=lambda s: s.out.number)

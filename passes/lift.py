@@ -14,9 +14,10 @@ import torch
 from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
 from flashfx.spec import AttentionSpec, Aux, EmptyRow
 
-from .find import DROPOUTS, Site, is_rounding, softmax_of
-from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, quotient, same, size
-from .masks import Fill, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms
+from .find import DROPOUTS, Site, carries, has_product_above, is_rounding, softmax_of
+from .held import Held
+from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
+from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms
 from .operands import Operand, arrange, trace_back
 from .pull import Puller, gradient_ends
 from .rules import PRODUCTS, Product
@@ -104,7 +105,7 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
         raise Refused(f"the second product also adds a tensor ({out.name})", out, "add it after the product")
     weights, values = (left, right) if side == 0 else (right, left)
     n = size(weights.shape[-1 if side == 0 else -2])
-    extents = {**frame.extents, "j": n, "e": size(values.shape[-1 if side == 0 else -2])}
+    extents = {**frame.extents, "j": n, "e": head_size(values.shape[-1 if side == 0 else -2])}
     batch = tuple(frame.index(dim) for dim in frame.dims)
     i, j, e = frame.index(frame.rows), Affine.axis("j"), Affine.axis("e")
     weights_at = (*batch, i, j) if side == 0 else (*batch, j, i)
@@ -118,10 +119,13 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
                           "weights that are cut, strided or mixed with other axes after the softmax are not supported")
         raise Refused(f"the softmax runs over dim {dim}, the second product sums over another axis", site.weights,
                       "this is attention only if the softmax normalises over the keys")
+    if over.single == "j" and not same(own := size(site.weights.shape[dim]), n):
+        raise Refused(f"the softmax normalises over {own} elements, the second product sums over {n} of them", site.weights,
+                      "an extra column (an attention sink) that takes part in the softmax only is not supported yet")
     if any("j" in a.axes for d, a in enumerate(at) if d != dim) or not same(size(site.weights.shape[dim]), n):
         raise Refused("the softmax and the second product see different keys", site.weights,
                       "weights that are cut or mixed with other axes after the softmax are not supported")
-    puller = Puller(extents, vg.constants, grad=out.grad)
+    puller = Puller(extents, vg.constants, grad=out.grad, held=Held(vg, out.owner))
     if out.grad and site.weights.stops_gradient:
         raise gradient_ends(site.weights)
     score = puller.pull(scores, at)
@@ -176,7 +180,7 @@ def _walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> t
 def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     call_ = site.out
     q, k, v, mask, p, causal, scale, gqa = call_.args
-    extents = {**frame.extents, "j": size(k.shape[-2]), "d": size(q.shape[-1]), "e": size(v.shape[-1])}
+    extents = {**frame.extents, "j": size(k.shape[-2]), "d": head_size(q.shape[-1]), "e": head_size(v.shape[-1])}
     batch = tuple(frame.index(dim) for dim in frame.dims)
     i, j, d, e = (Affine.axis(a) for a in "ijde")
 
@@ -194,7 +198,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
             outer = outer * extents[name] + Affine.axis(name)
         return (*batch[:-1], outer)
 
-    puller = Puller(extents, vg.constants, grad=call_.grad)
+    puller = Puller(extents, vg.constants, grad=call_.grad, held=Held(vg, call_.owner))
     at = lambda t, lead, *own: broadcast((*lead, *own), [size(s) for s in t.shape])
     puller.product = Product(q, at(q, batch, i, d), k, at(k, heads(k), j, d), False, None)
     score: Expr = call("mul", QK, Const(float(number(scale)) if scale is not None else 1.0 / math.sqrt(int(q.shape[-1]))))
@@ -216,7 +220,9 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
 def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped) -> Lifted:
     product, grad = puller.product, site.out.grad
     if product is None:
-        raise Refused("no matrix product over queries and keys was found in the scores", site.weights or site.out,
+        stop = _obstacle(softmax_of(site.weights)[0])
+        raise Refused("no matrix product over queries and keys was found in the scores" if stop is None else
+                      f"{stop.name.partition('.')[0].lstrip('_')} stands between the first product and the softmax", stop or site.weights,
                       "the scores must come from q @ k^T through views and pointwise ops")
     query, key = (product.left, product.left_at), (product.right, product.right_at)
     if product.swapped:
@@ -232,12 +238,14 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     if any(QK in f.visible.leaves for f in masked.fills):
         raise Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
     fills = [*([Fill(visible, -math.inf, False)] if visible not in (None, TRUE) else []), *masked.fills]
-    empty, over = contract(fills, safe)
+    empty, over, blocked = contract(fills, safe)
     shown = conjunction(f.visible for f in fills)
     hiding = [t for t in terms(score) if "j" in t.variables and could_hide(t, puller)]
     if hiding:
         hidden = hiding_sum(puller.dtypes.get(score, torch.float32))
         shown, empty, over = _additive(hiding, hidden, fills, safe, site)
+    for condition in blocked:  # no gradient flows into scores that were replaced
+        score = call("where", condition, score, Const(0.0))
     shown = normal_condition(shown, puller)
     over = TRUE if shown == TRUE else normal_condition(over, puller)
     extents, batch = puller.extents, frame.batch
@@ -270,6 +278,21 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value)
 
 
+def _obstacle(scores: Value) -> Value | None:
+    """The first value above the scores that hands nothing on by itself, but depends on a product."""
+    seen, todo = set(), [scores]
+    while todo:
+        v = todo.pop(0)
+        if v in seen or v.name in PRODUCTS:
+            continue
+        seen.add(v)
+        if carries(v):
+            todo.extend(v.inputs)
+        elif has_product_above(v):
+            return v
+    return None
+
+
 def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, site: Site) -> tuple[Expr, EmptyRow, Expr]:
     """(visible, empty row, mean over) where terms of the score may be additive masks: sums up to `hidden` hide their key."""
     shown = conjunction(f.visible for f in fills)
@@ -280,12 +303,12 @@ def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, 
         raise Refused("an additive tensor that may be a mask meets a mask of a finite constant, and rows that both hide follow no single rule",
                       site.weights or site.out, "combine the masks before they are applied, or hide by -inf")
     if safe:
-        return call("and", shown, call("gt", total, Const(-math.inf))), EmptyRow.ZERO, TRUE
+        return call("and", shown, above(total, -math.inf)), EmptyRow.ZERO, TRUE
     for f in fills:
         if math.isfinite(f.value):
             total = call("add", total, call("where", f.visible, Const(0.0), Const(f.value)))
-    over = conjunction([*(f.visible for f in fills if math.isinf(f.value)), call("gt", total, Const(-math.inf))])
-    return call("and", shown, call("gt", total, Const(hidden))), EmptyRow.MEAN_ADD, over
+    over = conjunction([*(f.visible for f in fills if math.isinf(f.value)), above(total, -math.inf)])
+    return call("and", shown, above(total, hidden)), EmptyRow.MEAN_ADD, over
 
 
 _AUX_NAMES = {"bool": "mask", "int": "ids", "float": "bias"}

@@ -18,6 +18,7 @@ from flashfx.spec import HIDING_FILL, EmptyRow
 from .index import Affine, at_least
 from .pull import Puller
 from .rules import PRODUCTS
+from .scalars import simplified
 from .values import Refused, Value
 from .views import VIEWS
 
@@ -97,7 +98,7 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
             if a.fills:
                 return a.map(lambda s: call(e.op, s, c), c.value if e.op == "mul" else 1 / c.value) or whole
         return whole
-    if e.op == "minimum":
+    if e.op == "minimum" and QK in e.leaves:
         a, b = (peel(x, dtypes) for x in e.args)
         if len(a.fills + b.fills) != 1:
             return whole
@@ -105,22 +106,30 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
     if e.op == "maximum" and any(_hides(x) for x in e.args):
         a, c = e.args if _hides(e.args[1]) else e.args[::-1]
         inner = peel(a, dtypes)
-        if not inner.fills or any(f.value > c.value for f in inner.fills):
+        fills = inner.fills
+        if not fills or len(fills) > 2 or any(f.value > c.value for f in fills):
             return whole
-        # where the sum was -inf the bound takes over and stops the gradient; where both are equal it halves it
-        added = all(f.added for f in inner.fills)
-        return Masked(inner.score, (Fill(conjunction(f.visible for f in inner.fills), c.value, added),))
+        clamped = Fill(conjunction(f.visible for f in fills), c.value, any(f.added for f in fills))
+        if not clamped.added or all(f.value < c.value for f in fills):
+            return Masked(inner.score, (replace(clamped, added=False),))
+        # where both sides are equal, maximum hands on half of the gradient; where two constants overflowed, nothing
+        half = call("mul", inner.score, Const(0.5))
+        if len(fills) == 2:
+            half = call("where", call("or", fills[0].visible, fills[1].visible), half, Const(0.0))
+        return Masked(call("where", clamped.visible, inner.score, half), (clamped,))
     return whole
 
 
-def contract(fills: Sequence[Fill], safe: bool) -> tuple[EmptyRow, Expr]:
-    """What a row without a visible key yields, and over which keys the mean goes. Raises Refused where no rule says it.
+def contract(fills: Sequence[Fill], safe: bool) -> tuple[EmptyRow, Expr, list[Expr]]:
+    """What a row without a visible key yields, over which keys the mean goes, and conditions under which alone gradients flow there.
+
+    Raises Refused where no rule says it.
 
     Every way in which fills can hide a key together gives it one value: the sum of added constants, or the last that replaced.
     In a row where all keys are hidden, those with the largest value share the weight.
     """
     if not fills:
-        return EmptyRow.NAN, TRUE
+        return EmptyRow.NAN, TRUE, []
     if len(fills) > 4:
         raise Refused(f"{len(fills)} masks with constants of their own", hint="combine the masks before they are applied")
     ways: dict[float, list[tuple[Fill, ...]]] = {}
@@ -135,10 +144,9 @@ def contract(fills: Sequence[Fill], safe: bool) -> tuple[EmptyRow, Expr]:
             flows.add(added)
     finite = sorted(value for value in ways if math.isfinite(value))
     if not finite:
-        return (EmptyRow.ZERO if safe else EmptyRow.NAN), TRUE
-    if len(finite) > 1 or len(flows) > 1 or (safe and -math.inf in ways):
-        how = "constants" if len(finite) > 1 or safe else "means"
-        raise Refused(f"masks hide keys by different {how} ({', '.join(f'{f.value:.3g}' for f in fills)}), so rows that are hidden "
+        return (EmptyRow.ZERO if safe else EmptyRow.NAN), TRUE, []
+    if len(finite) > 1 or (safe and -math.inf in ways):
+        raise Refused(f"masks hide keys by different constants ({', '.join(f'{f.value:.3g}' for f in fills)}), so rows that are hidden "
                       "entirely follow no single rule", hint="combine the masks into one, or hide by -inf")
     infinite = [f for f in fills if math.isinf(f.value)]
     others = [w for w in ways.get(-math.inf, []) if not any(f in infinite for f in w)]
@@ -148,7 +156,8 @@ def contract(fills: Sequence[Fill], safe: bool) -> tuple[EmptyRow, Expr]:
         for w in ways[finite[0]]:
             one = conjunction([*(call("not", f.visible) for f in w), *(f.visible for f in fills if f not in w)])
             over = call("or", over, one)
-    return (EmptyRow.MEAN_ADD if True in flows else EmptyRow.MEAN), over
+    blocked = [f.visible for f in fills if not f.added] if len(flows) > 1 else []
+    return (EmptyRow.MEAN_ADD if True in flows else EmptyRow.MEAN), over, blocked
 
 
 def _subsets(fills: Sequence[Fill]) -> Iterator[tuple[Fill, ...]]:
@@ -173,6 +182,13 @@ def terms(score: Expr) -> list[Expr]:
     if score.op in ("mul", "truediv") and isinstance(score.args[1], Const) and score.args[1].value > 0:
         return [call(score.op, t, score.args[1]) for t in terms(score.args[0])]
     return []
+
+
+def above(term: Expr, bound: float) -> Expr:
+    """before -> after: minimum(a, where(c, 0.0, -inf)) > bound -> (a > bound) & c"""
+    if isinstance(term, Call) and term.op == "minimum":
+        return call("and", above(term.args[0], bound), above(term.args[1], bound))
+    return simplified("gt", term, Const(bound))
 
 
 def could_hide(term: Expr, puller: Puller) -> bool:

@@ -14,6 +14,7 @@ import torch
 from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, cast, const
 from flashfx.ops import BY_ATEN
 
+from .held import Held
 from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, same, size
 from .rules import PRODUCTS, RULES, Product
 from .scalars import kind_of, rounded, simplified
@@ -29,6 +30,7 @@ class Puller:
     loads: leaf name -> value.
     dtypes: in which dtype a sum was formed.
     grad: is gradient mode on at the site's output?
+    held: what can still be read where the op will stand; None: everything.
     """
 
     extents: dict[str, Size]
@@ -39,6 +41,7 @@ class Puller:
     memo: dict = field(default_factory=dict)
     dtypes: dict[Expr, torch.dtype] = field(default_factory=dict)
     grad: bool = True
+    held: Held | None = None
 
     # ------------------------------------------------------------------ sizes and indices
     def size(self, s) -> Expr:
@@ -130,12 +133,17 @@ class Puller:
                 return self.leaf(v, x)
             raise
         if through is not None:
-            return self.pull(*through)
+            e = self.pull(*through)
+            return self.leaf(v, x) if self._is_gone(e) and self.held.can(v) else e
         rule = RULES.get(v.name)
         result = rule(self, v, x) if rule is not None else self._pointwise(v, x)
-        if result is None or (v.dtype.is_floating_point and self._keeps_whole(v, result)):
+        if result is None or (v.dtype.is_floating_point and self._keeps_whole(v, result)) or self._is_gone(result) and self.held.can(v):
             return self.leaf(v, x)
         return result
+
+    def _is_gone(self, e: Expr) -> bool:
+        """Does it read a tensor that is changed in place before the op can? (`positional *= mask`: read the product instead.)"""
+        return self.held is not None and QK not in e.leaves and any(not self.held.can(self.loads[load.name]) for load in e.loads)
 
     def _keeps_whole(self, v: Value, e: Expr) -> bool:
         """Do not move float arithmetic on tensors into the kernel when reading its result is no dearer.

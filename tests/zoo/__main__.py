@@ -1,0 +1,77 @@
+"""python -m tests.zoo [--attn eager|sdpa] [--train] [--dynamic] [--inner eager|aot_eager|inductor] [names…]: the whole zoo, one line per entry.
+
+sites are softmaxes between two products and SDPA calls, counted in the Dynamo graphs without FlashFX's finder; fused are those that the
+rewrite took away; over is the largest error in outputs, loss and gradients beyond twice eager's own, in rounding bands (at most 1 is
+within the budget). With --train the sites are those of a training step with dropout 0.1, which is run twice with one seed; errors are
+taken without dropout.
+"""
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+import torch
+
+from . import entries
+from .measure import compare, dropped_out, worst
+
+
+def one(entry, args) -> tuple[int, int, bool]:
+    """Prints the line of one entry. (sites, fused, ok)"""
+    started = time.time()
+    options = dict(attn=args.attn, dynamic=args.dynamic or None, inner=args.inner)
+    note = ""
+    try:
+        backend, *results = compare(entry, train=args.train, **options)
+        over, where = worst(*results)
+        if args.train:
+            backend, first, second = dropped_out(entry, **options)
+            bad = [n for n in first if not (torch.equal(first[n].isfinite(), results[1][n].isfinite()) if n in results[1] else True)]
+            if bad:
+                note += f" not finite with dropout: {bad[0]}"
+            if any(not torch.equal(first[n], second[n]) for n in first if first[n].isfinite().all()):
+                note += " a second run with the same seed differs"
+    except ValueError as error:
+        if "does not support" in str(error):
+            print(f"{entry.name:28} {args.attn} is not offered", flush=True)
+            return 0, 0, True
+        raise
+    sites, fused = backend.before, backend.fused
+    ok = over <= 1.0 and not note
+    print(f"{entry.name:28} sites {sites:3} fused {fused:3} over {over:8.2f} {where if over > 1 else ''}{note} ({time.time() - started:.1f} s)", flush=True)
+    if fused < sites or backend.refusals:
+        for text in dict.fromkeys(f"{r.stage}: {r.reason} [{r.node}] {r.source}" for r in backend.refusals):
+            print(f"    {text}", flush=True)
+    return sites, fused, ok
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--attn", choices=("eager", "sdpa"), default="eager")
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--dynamic", action="store_true")
+    parser.add_argument("--inner", choices=("eager", "aot_eager", "inductor"), default="eager")
+    args = parser.parse_args()
+    torch._logging.set_logs(dynamo=logging.ERROR)
+    totals, bad = [0, 0], []
+    for entry in entries(args.names or None):
+        if entry.xfail:
+            print(f"{entry.name:28} not captured by Dynamo: {entry.xfail}")
+            continue
+        try:
+            sites, fused, ok = one(entry, args)
+        except Exception as error:  # one broken entry must not hide the others
+            print(f"{entry.name:28} FAILED {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+            sites, fused, ok = 0, 0, False
+        totals = [totals[0] + sites, totals[1] + fused]
+        if not ok:
+            bad.append(entry.name)
+    print(f"{totals[0]} sites, {totals[1]} fused ({100 * totals[1] / max(totals[0], 1):.1f} %); over the budget or failed: {', '.join(bad) or 'none'}")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

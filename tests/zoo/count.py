@@ -1,0 +1,71 @@
+"""Attention sites of a Dynamo graph, counted without FlashFX's own finder.
+
+A site is a softmax with a product of two activations above it (through views and elementwise ops) and one below it, a
+`scaled_dot_product_attention` call, or a `multi_head_attention_forward` call. Counting before and after the rewrite gives the
+number of sites that are gone.
+"""
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "mm", "__matmul__", "__rmatmul__"}
+SOFTMAX = {"softmax", "_softmax"}
+CALLS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+BETWEEN = set("""
+    view reshape permute transpose contiguous expand unsqueeze squeeze flatten unflatten repeat clone to type_as float half type bfloat16 double
+    swapaxes movedim t mT getitem chunk split unbind detach expand_as view_as narrow select repeat_interleave cat pad
+    add add_ sub sub_ mul mul_ div div_ truediv iadd imul itruediv isub masked_fill masked_fill_ where clamp clamp_ max min maximum minimum
+    tanh neg rsub dropout dropout_ nan_to_num sigmoid pow exp sqrt abs alpha_dropout slice_scatter copy_ setitem amax
+""".split())
+
+
+def name_of(node: fx.Node) -> str:
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return name.removesuffix(".default").removesuffix(".Tensor")
+
+
+VIEWS = {"view", "reshape", "permute", "transpose", "t", "mT", "expand", "unsqueeze", "squeeze", "to", "float", "contiguous", "getitem", "type_as"}
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    while node.op in ("call_method", "call_function") and node.all_input_nodes and name_of(node) in VIEWS:
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr" or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+
+
+def is_product(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or not (name_of(node) in PRODUCTS or node.target is operator.matmul):
+        return False
+    operands = node.all_input_nodes
+    return len(operands) >= 2 and not any(_is_parameter(a) for a in operands[-2:])
+
+
+def _reaches(starts, step) -> bool:
+    seen, todo = set(), list(starts)
+    while todo:
+        n = todo.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if is_product(n):
+            return True
+        if n.op in ("call_function", "call_method") and name_of(n) in BETWEEN:
+            todo.extend(step(n))
+    return False
+
+
+def count_sites(gm: fx.GraphModule) -> int:
+    total = 0
+    for module in {id(m): m for m in gm.modules() if isinstance(m, fx.GraphModule)}.values():
+        for n in module.graph.nodes:
+            if n.op not in ("call_function", "call_method"):
+                continue
+            if name_of(n) in CALLS:
+                total += 1
+            elif name_of(n) in SOFTMAX:
+                total += _reaches(n.all_input_nodes[:1], lambda m: m.all_input_nodes) and _reaches(n.users, lambda m: m.users)
+    return total
