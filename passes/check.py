@@ -33,8 +33,6 @@ def check(site: Site, lifted: Lifted, shape_env, dropout_allowed: bool = True) -
     extents = lifted.extents
     sizes = {n: extents[n] for n in ("i", "j", "d", "e")}
     for n, what in (("d", "query/key head size"), ("e", "value head size")):
-        if not isinstance(sizes[n], int):
-            raise Refused(f"the {what} is not known at compile time ({sizes[n]})", out, "mark only batch and sequence dims dynamic")
         if q.device.type == "cuda" and sizes[n] > MAX_HEAD:
             raise Refused(f"the {what} is {sizes[n]}, the kernels take at most {MAX_HEAD}", out)
     spec = lifted.spec

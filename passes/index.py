@@ -63,6 +63,23 @@ def product(sizes: Sequence[Size]) -> Size:
     return size(out) if isinstance(out, sympy.Expr) else out
 
 
+class Specialised(Exception):
+    """A symbolic head size has become a number; forms made before know it as a symbol."""
+
+
+def head_size(x) -> int:
+    """A head size, for which kernels are made. A symbolic one is specialised, which guards on its value: raises Specialised.
+
+    Raises NotAffine for a size that only the data decides.
+    """
+    if isinstance(size(x), int):
+        return size(x)
+    if not x.node.has_hint():
+        raise NotAffine(f"the head size {x} depends on data")
+    int(x)
+    raise Specialised
+
+
 class SplitAxis(Exception):
     """A view splits frame axis `axis` into (outer, inner) with inner extent `inner`."""
 

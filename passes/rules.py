@@ -8,7 +8,7 @@ import torch
 
 from flashfx.expr import BOOL, FLOAT, INT, QK, Const, Expr, call, cast, const
 
-from .index import Affine, Index, number, size
+from .index import Affine, Index, head_size, number, size
 from .scalars import cast_simplified, choice, kind_of, round_to, rounded
 from .values import Value
 from .views import within
@@ -153,7 +153,7 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
     if p.product is not None and p.product != found:
         return None
     p.product = found
-    p.extents["d"] = size(left.shape[-1])
+    p.extents["d"] = head_size(left.shape[-1])
     if v.name in ("bmm.default", "mm.default"):
         return QK
     beta, alpha = number(v.kwargs.get("beta", 1)), number(v.kwargs.get("alpha", 1))
