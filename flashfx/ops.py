@@ -55,6 +55,11 @@ def _guard(fn):
     return run
 
 
+def _log(fn):
+    """log(0) is -inf: the log of a 0/1 mask hides keys."""
+    return lambda x: -math.inf if x == 0 else fn(x)
+
+
 def _arith(name, infix, precedence, aten, fn, triton, partials, evaluate, cost="alu", result=ARITH):
     return Op(name, 2, aten, fn, triton, _guard(evaluate), partials, result, cost, infix, precedence)
 
@@ -91,8 +96,8 @@ _ROWS = (
     # elementary functions
     _unary("exp", ("exp.default",), torch.exp, "tl.exp({x})", "out", math.exp),
     _unary("exp2", ("exp2.default",), torch.exp2, "tl.exp2({x})", "out * 0.6931471805599453", lambda x: 2.0 ** x),
-    _unary("log", ("log.default",), torch.log, "tl.log({x})", "1.0 / x", math.log),
-    _unary("log2", ("log2.default",), torch.log2, "tl.log2({x})", "1.4426950408889634 / x", math.log2),
+    _unary("log", ("log.default",), torch.log, "tl.log({x})", "1.0 / x", _log(math.log)),
+    _unary("log2", ("log2.default",), torch.log2, "tl.log2({x})", "1.4426950408889634 / x", _log(math.log2)),
     _unary("log1p", ("log1p.default",), torch.log1p, "tl.log(1.0 + {x})", "1.0 / (1.0 + x)", math.log1p),
     _unary("sqrt", ("sqrt.default",), torch.sqrt, "tl.sqrt({x})", "0.5 / out", math.sqrt),
     _unary("rsqrt", ("rsqrt.default",), torch.rsqrt, "tl.rsqrt({x})", "-0.5 * out * out * out", lambda x: 1 / math.sqrt(x)),

@@ -12,7 +12,7 @@ from typing import Iterator, Mapping, Sequence
 
 import torch
 
-from flashfx.expr import FALSE, FLOAT, INT, QK, TRUE, Call, Const, Expr, Var, call, conjunction
+from flashfx.expr import FALSE, FLOAT, INT, QK, TRUE, Call, Const, Expr, Var, call, conjunction, walk
 from flashfx.spec import HIDING_FILL, EmptyRow
 
 from .index import Affine, at_least
@@ -194,6 +194,7 @@ def above(term: Expr, bound: float) -> Expr:
 def could_hide(term: Expr, puller: Puller) -> bool:
     """May a term be so negative for some keys that it hides them? A slope per head, times a distance, hides none."""
     return any(isinstance(x, Const) and x.kind == FLOAT and abs(x.value) >= -HIDING_FILL for x in term.leaves) \
+        or any(isinstance(x, Call) and x.op in ("log", "log2", "log1p", "reciprocal") for x in walk(term)) \
         or any(load.kind == FLOAT and "j" in load.variables and _could_hold_fills(puller.loads[load.name], puller.constants)
                for load in term.loads)
 

@@ -11,7 +11,7 @@ from torch import fx
 from flashfx.region import Refusal, Region
 
 from .check import check
-from .find import Site, find
+from .find import DROPOUTS, Site, find, is_rounding
 from .index import same, size
 from .lift import Lifted, lift
 from .normalise import normalise
@@ -19,6 +19,7 @@ from .operands import Operand
 from .splice import splice, still_read, sweep
 from .values import Refused, Value, ValueGraph, source_line
 from .verify import verify as validate
+from .views import VIEWS
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,15 @@ def _reads(site: Site, lifted: Lifted) -> list[Value]:
 def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Refused]:
     """Sites whose weights somebody else still reads when all of `found` are replaced."""
     needed = still_read(vg, {s.out: _reads(s, lifted) for s, lifted in found.items()})
-    return {site: Refused(f"the attention weights are also read by {_name(needed[site.weights])}", site.weights,
+
+    def reader(v: Value):
+        """Past dropout, casts and views, which read the weights only to hand them on."""
+        x = needed[v]
+        while isinstance(x, Value) and (x.name in VIEWS or x.name in DROPOUTS or is_rounding(x)):
+            x = needed[x]
+        return x
+
+    return {site: Refused(f"the attention weights are also read by {_name(reader(site.weights))}", site.weights,
                           "do not return or store them, e.g. output_attentions=False")
             for site in found if site.weights is not None and site.weights in needed}
 

@@ -129,7 +129,7 @@ class Puller:
             return self.leaf(v, x)
         except SplitAxis as split:
             # queries may be folded out of rows of the scores, never for a mask's sake
-            if split.axis == "j" or split.axis == "i" and not _over_product(v):
+            if split.axis in ("i", "j") and not _over_product(v):
                 return self.leaf(v, x)
             raise
         if through is not None:
