@@ -39,10 +39,16 @@ class Chunk:
     masked: bool
 
 
-def chunks(size: int) -> tuple[Chunk, ...]:
-    """80 -> 64 + 16, 40 -> 32 + 16 (8 of them masked): no padding to the next power of two."""
+FMA_WIDTH = 32
+"""Widest piece for exact float32 products, which run on scalar units with whole rows of both operands in registers."""
+
+
+def chunks(size: int, limit: int = 256) -> tuple[Chunk, ...]:
+    """80 -> 64 + 16, 40 -> 32 + 16 (8 of them masked): no padding to the next power of two. `limit` bounds a piece."""
     padded = -(-size // 16) * 16
-    widths = [1 << bit for bit in range(padded.bit_length() - 1, 3, -1) if padded >> bit & 1]
+    widths = [limit] * (padded // limit)
+    rest = padded % limit
+    widths += [1 << bit for bit in range(rest.bit_length() - 1, 3, -1) if rest >> bit & 1]
     starts = [sum(widths[:n]) for n in range(len(widths))]
     return tuple(Chunk(str(n) if len(widths) > 1 else "", s, w, s + w > size) for n, (s, w) in enumerate(zip(starts, widths)))
 
@@ -118,12 +124,16 @@ class Site:
         return bounds(self.spec.visible, "i")
 
     @property
+    def _piece(self) -> int:
+        return FMA_WIDTH if self.precision == "ieee" and "float32" in (self.dtype, self.v_dtype) else 256
+
+    @property
     def qk_chunks(self) -> tuple[Chunk, ...]:
-        return chunks(self.D)
+        return chunks(self.D, self._piece)
 
     @property
     def v_chunks(self) -> tuple[Chunk, ...]:
-        return chunks(self.Dv)
+        return chunks(self.Dv, self._piece)
 
     @property
     def v_index(self) -> str:

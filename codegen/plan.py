@@ -90,29 +90,38 @@ START = {
     ("wgmma", "forward", 128): ((64, 64, 4, 3), (64, 64, 4, 3)),
     ("wgmma", "forward", 256): ((128, 32, 8, 3), (64, 32, 4, 2)),
     ("wgmma", "keys", 64): ((32, 64, 4, 3), (64, 64, 4, 2)),
-    ("wgmma", "keys", 128): ((64, 64, 4, 2), (32, 64, 4, 3)),
+    ("wgmma", "keys", 128): ((64, 64, 4, 2), (32, 64, 4, 2)),
     ("wgmma", "keys", 256): ((64, 32, 8, 3), (64, 32, 8, 2)),
     ("wgmma", "rows", 64): ((64, 64, 4, 2), (64, 64, 4, 2)),
     ("wgmma", "rows", 128): ((64, 64, 4, 2), (64, 32, 4, 3)),
     ("wgmma", "rows", 256): ((64, 32, 4, 2), (64, 32, 8, 2)),
+    ("tcgen05", "forward", 64): ((64, 64, 4, 3), (64, 64, 8, 2)),
+    ("tcgen05", "forward", 128): ((64, 64, 4, 3), (64, 64, 8, 2)),
+    ("tcgen05", "forward", 256): ((128, 32, 8, 3), (64, 32, 8, 2)),
+    ("tcgen05", "keys", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("tcgen05", "keys", 128): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("tcgen05", "keys", 256): ((64, 32, 8, 2), (64, 32, 8, 2)),
+    ("tcgen05", "rows", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("tcgen05", "rows", 128): ((64, 64, 8, 2), (64, 64, 8, 2)),
+    ("tcgen05", "rows", 256): ((64, 32, 8, 2), (64, 32, 8, 2)),
     ("mma", "forward", 64): ((64, 64, 4, 3), (64, 64, 4, 3)),
     ("mma", "forward", 128): ((64, 64, 4, 2), (64, 64, 8, 2)),
-    ("mma", "forward", 256): ((64, 32, 8, 2), (64, 32, 8, 2)),
-    ("mma", "keys", 64): ((64, 64, 8, 2), (32, 64, 4, 2)),
-    ("mma", "keys", 128): ((64, 64, 8, 2), (32, 64, 8, 2)),
+    ("mma", "forward", 256): ((64, 32, 8, 2), (32, 32, 4, 2)),
+    ("mma", "keys", 64): ((64, 64, 8, 2), (32, 64, 4, 1)),
+    ("mma", "keys", 128): ((64, 64, 8, 2), (32, 64, 8, 1)),
     ("mma", "keys", 256): ((32, 32, 8, 2), (32, 32, 8, 2)),
     ("mma", "rows", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
     ("mma", "rows", 128): ((64, 64, 8, 2), (64, 32, 8, 2)),
     ("mma", "rows", 256): ((32, 32, 8, 2), (32, 32, 8, 2)),
-    ("fma", "forward", 64): ((64, 32, 4, 2), (64, 32, 4, 2)),
-    ("fma", "forward", 128): ((32, 32, 4, 2), (32, 32, 4, 2)),
-    ("fma", "forward", 256): ((32, 16, 4, 1), (32, 16, 4, 1)),
-    ("fma", "keys", 64): ((32, 32, 4, 1), (32, 32, 4, 1)),
+    ("fma", "forward", 64): ((32, 32, 8, 1), (32, 32, 8, 1)),
+    ("fma", "forward", 128): ((32, 32, 8, 1), (32, 32, 8, 1)),
+    ("fma", "forward", 256): ((32, 32, 8, 1), (32, 32, 8, 1)),
+    ("fma", "keys", 64): ((16, 32, 4, 1), (16, 32, 4, 1)),
     ("fma", "keys", 128): ((16, 32, 4, 1), (16, 32, 4, 1)),
-    ("fma", "keys", 256): ((16, 16, 4, 1), (16, 16, 4, 1)),
-    ("fma", "rows", 64): ((32, 32, 4, 1), (32, 32, 4, 1)),
+    ("fma", "keys", 256): ((16, 32, 4, 1), (16, 32, 4, 1)),
+    ("fma", "rows", 64): ((32, 16, 4, 1), (32, 16, 4, 1)),
     ("fma", "rows", 128): ((32, 16, 4, 1), (32, 16, 4, 1)),
-    ("fma", "rows", 256): ((16, 16, 4, 1), (16, 16, 4, 1)),
+    ("fma", "rows", 256): ((32, 16, 4, 1), (32, 16, 4, 1)),
 }
 
 
@@ -128,10 +137,10 @@ def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
 
 
 def units(problem: Problem, gpu: GPU) -> str:
-    """Which units multiply: "fma" (float32, exact), "mma" (up to compute capability 8.9), "wgmma" (Hopper and Blackwell)."""
+    """Which units multiply: "fma" (float32, exact), "mma" (up to compute capability 8.9), "wgmma" (Hopper), "tcgen05" (Blackwell)."""
     if "float32" in (problem.dtype, problem.v_dtype):
         return "fma"
-    return "wgmma" if gpu.capability >= (9, 0) else "mma"
+    return "mma" if gpu.capability < (9, 0) else "wgmma" if gpu.capability < (10, 0) else "tcgen05"
 
 
 def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> list[tuple[int, int, int, int]]:
@@ -139,10 +148,11 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
     step = 64 if head <= 64 else 128 if head <= 128 else 256
     if kernel == "dense":
-        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 64, 4, 1)
+        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 else (64, 64, 4, 1)
     else:
-        start = START[found, kernel, step][is_heavy(spec, kernel)]
-    if (found, kernel, step) == ("wgmma", "forward", 64) and not spec.is_masked and not spec.dropout:
+        pieces = len(chunks(max(problem.D, problem.Dv))) if found == "mma" and kernel == "keys" else 1
+        start = START[found, kernel, step][is_heavy(spec, kernel) or pieces > 1]
+    if (found, kernel, step) == ("wgmma", "forward", 64) and not spec.is_masked and not is_heavy(spec, kernel):
         start = (64, 128, 4, 2)
     tried = [start]
     m, n, warps, stages = start
@@ -170,7 +180,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     depth = max(1, stages - 1 if units(problem, gpu) == "mma" else stages)
     tiled_loads = sum(WIDTHS["float32"] * m * n * depth for load in spec.loads if {"i", "j"} <= load.variables)
     scratch = 4 * m * n + 4096
-    staged = {"keys": n, "rows": m}.get(kernel, 0) * max(d, dv) if gpu.capability >= (10, 0) else 0  # tensor memory is filled through it
+    staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability >= (10, 0) else 0  # tensor memory is filled through it
     if kernel == "forward":
         return depth * n * (d + dv) + m * max(d, dv * 2) + tiled_loads + scratch * (width == 4 or spec.dropout > 0) + m * n * width + 2048
     if kernel == "keys":

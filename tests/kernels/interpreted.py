@@ -1,0 +1,166 @@
+"""Kernel tests for Triton's interpreter; `test_interpreter.py` runs this file in a process where the interpreter is on."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from flashfx.codegen import launch, triton_host
+from flashfx.codegen.plan import overridden
+from flashfx.codegen.selfcheck import check, inputs
+from flashfx.spec import AttentionSpec
+
+from .cases import CORE, KINDS, MORE, problem, spec
+from .run import run
+
+TILES = (
+    dict(forward=(32, 16, 4, 1), keys=(16, 32, 4, 1), rows=(32, 16, 4, 1), dense=(16, 16, 4, 1)),
+    dict(forward=(16, 32, 4, 1), keys=(32, 16, 4, 1), rows=(16, 32, 4, 1), dense=(32, 32, 4, 1)),
+    dict(forward=(64, 32, 4, 1), keys=(32, 32, 4, 1), rows=(32, 32, 4, 1), dense=(16, 32, 4, 1)),
+)
+DTYPES = ("float16", "bfloat16", "float32")
+HEADS = (16, 40, 64, 80, 128)
+
+
+def product() -> list[tuple[str, str, str, int, int]]:
+    """Every variant, kind and dtype; head sizes and lengths take turns, so that each meets every variant and every dtype."""
+    points = itertools.product(CORE, KINDS, DTYPES)
+    return [(v, kind, dtype, HEADS[n % 5], (37, 45, 21)[n // 5 % 3]) for n, (v, kind, dtype) in enumerate(points)]
+
+
+@pytest.mark.parametrize("variant, kind, dtype, head, length", product())
+def test_product(variant, kind, dtype, head, length):
+    with overridden(**TILES[(head + length) % 3]):
+        run(spec(CORE[variant], kind), problem(kind, head, dtype, M=length, batch=1)).within_budget()
+
+
+@pytest.mark.parametrize("variant, kind, dtype", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(MORE)])
+def test_more(variant, kind, dtype):
+    with overridden(**TILES[len(variant) % 3]):
+        run(spec(MORE[variant], kind), problem(kind, 24, dtype)).within_budget()
+
+
+@pytest.mark.parametrize("empty", ["nan", "zero", "mean", "mean, additive", "mean, additive over j <= i + 9"])
+@pytest.mark.parametrize("drop", ["", "0.3"])
+def test_more_empty_rows(empty, drop):
+    """Rows without a visible key, in tiles with others and in tiles of their own, by each contract."""
+    from dataclasses import replace
+    variant = replace(MORE["mean_left_padding"], empty=empty, drop=drop)
+    p = problem("self", 16, "float32")
+    q, k, v, (pad,), seed, sizes = inputs(spec(variant), p)
+    pad[0, :20] = False
+    pad[1] = False
+    with overridden(**TILES[0]):
+        run(spec(variant), p, operands=(q, k, v, [pad], seed, sizes)).within_budget()
+
+
+def outputs(text_or_spec, p, tiles, descriptors=True, **kwargs):
+    s = text_or_spec if isinstance(text_or_spec, AttentionSpec) else AttentionSpec.parse(text_or_spec)
+    q, k, v, aux, seed, sizes = kwargs.get("operands") or inputs(s, p)
+    with overridden(**tiles):
+        out, lse = launch.forward(s, q, k, v, aux, seed, sizes)
+        needs = [t.is_floating_point() for t in (q, k, v, *aux)]
+        return [out, lse, *launch.backward(s, torch.ones_like(out), q, k, v, aux, seed, out, lse, sizes, needs)]
+
+
+def test_more_dropout_ignores_tiles():
+    """Values of 1 make out the sum of kept weights: a moved bit would show. Equal but for the order of sums."""
+    s, p = spec(MORE["dropout"]), problem("self", 16, "float32")
+    q, k, v, aux, seed, sizes = inputs(s, p)
+    operands = (torch.zeros_like(q), k, torch.ones_like(v), aux, seed, sizes)
+    first, *others = (outputs(s, p, t, operands=operands) for t in TILES)
+    for other in others:
+        for a, b in zip(first, other):
+            assert torch.allclose(a, b, rtol=0, atol=4e-6 * a.abs().max().item())
+
+
+@pytest.mark.parametrize("variant", ["shared_bias", "t5_table", "dropout_padding", "two_reads"])
+def test_more_repeats_are_equal(variant):
+    s, p = spec(MORE[variant], "gqa"), problem("gqa", 16, "bfloat16")
+    for a, b in zip(outputs(s, p, TILES[0]), outputs(s, p, TILES[0])):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "misaligned", "strided head"])
+def test_more_strides(layout):
+    """Any strides: what TMA cannot read goes through pointers, with the same result."""
+    s, p = spec(CORE["causal"]), problem("self", 24, "bfloat16")
+    q, k, v, aux, seed, sizes = inputs(s, p)
+
+    def place(t):
+        if layout == "transposed":
+            return t.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "expanded":
+            return t[:, :1].expand_as(t)
+        if layout == "misaligned":
+            return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+        return torch.empty(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype)[..., ::2].copy_(t)
+
+    placed = [place(t) for t in (q, k, v)]
+    assert triton_host._describable(s, *placed) == (layout == "transposed")
+    with overridden(**TILES[0]):
+        run(s, p, operands=(*placed, aux, seed, sizes)).within_budget()
+
+
+SHAPES = {
+    "no axes": "attention[i, j]\n qk = q[i] . k[j]\n score = qk * 0.25\n out = softmax_j(score) . v[j]",
+    "one axis": "attention[b, i, j]\n qk = q[b, i] . k[b, j]\n score = qk / 4.0\n where j <= i\n empty nan\n out = softmax_j(score) . v[b, j]",
+    "shared queries": "attention[b, h, i, j]\n qk = q[h, i] . k[b, h, j]\n score = qk * 0.25\n out = softmax_j(score) . v[b, j]",
+    "values alone vary": "attention[b, h, i, j]\n qk = q[i] . k[j]\n score = qk * 0.25\n out = softmax_j(score) . v[b, h, j]",
+    "odd names": "attention[k, lse, i, j]\n given tl: float[2]\n qk = q[k, lse, i] . k[k, j]\n score = qk * 0.25 + tl[lse, j]\n out = softmax_j(score) . v[k, j]",
+    "no product": "attention[b, i, j]\n given w: float[2]\n qk = q[b, i] . k[b, j]\n score = w[b, j]\n out = softmax_j(score) . v[b, j]",
+    "sizes": "attention[b, i, j]\n sizes W\n qk = q[b, i] . k[b, j]\n score = qk * 0.25\n where (j <= i) & (i - j < W)\n empty nan\n out = softmax_j(score) . v[b, j]",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_more_shapes(shape, dtype):
+    from flashfx.region import Problem
+    s = AttentionSpec.parse(SHAPES[shape])
+    p = Problem((2, 3)[: len(s.axes)], 21, 35, 16, 40, dtype, dtype, (5,) if s.sizes else ())
+    with overridden(**TILES[0]):
+        run(s, p).within_budget()
+
+
+@pytest.mark.parametrize("M, N", [(1, 37), (37, 1), (1, 1), (16, 16), (32, 64)])
+@pytest.mark.parametrize("variant", ["full", "causal", "padding"])
+def test_more_lengths(M, N, variant):
+    with overridden(**TILES[0]):
+        run(spec(CORE[variant]), problem("self", 16, "float16", M=M, N=N)).within_budget()
+
+
+@pytest.mark.parametrize("M, N, batch", [(0, 5, 2), (5, 0, 2), (5, 5, 0)])
+def test_more_nothing(M, N, batch):
+    result = run(spec(CORE["full"]), problem("self", 16, "float16", M=M, N=N, batch=batch))
+    result.within_budget()
+    assert not result.actual["out"].isnan().any()
+
+
+def test_more_mixed_dtypes():
+    with overridden(**TILES[0]):
+        run(spec(CORE["causal"]), problem("self", 16, "bfloat16", v_dtype="float32")).within_budget()
+
+
+def test_more_gradients_on_request():
+    """What nobody asks for is not computed, and does not change the rest."""
+    s, p = spec(MORE["shared_bias"]), problem("self", 16, "float32")
+    q, k, v, aux, seed, sizes = inputs(s, p)
+    with overridden(**TILES[0]):
+        out, lse = launch.forward(s, q, k, v, aux, seed, sizes)
+        every = launch.backward(s, out, q, k, v, aux, seed, out, lse, sizes, [True] * 4)
+        for only in range(4):
+            needs = [n == only for n in range(4)]
+            found = launch.backward(s, out, q, k, v, aux, seed, out, lse, sizes, needs)
+            assert [g.numel() > 0 for g in found] == needs
+            # without gradients of captured tensors delta is not refined: a few rounding steps
+            assert torch.allclose(found[only], every[only], rtol=0, atol=1e-5 * every[only].abs().max().item())
+
+
+def test_more_files_check_themselves():
+    s, p = spec(MORE["dropout_padding"]), problem("self", 24, "float16")
+    with overridden(**TILES[0]):
+        module = triton_host.module_for(s, p, torch.device("cpu"), (True, True, True, False), True)
+    errors = check(module, "cpu")
+    assert set(errors) == {"out", "dq", "dk", "dv"}

@@ -1,0 +1,85 @@
+"""Run one spec through launch, in float64 and in plain eager PyTorch of the same dtype, and hold the errors against the budget."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from flashfx.codegen import launch
+from flashfx.codegen.derivative import partial
+from flashfx.codegen.selfcheck import inputs, kept
+from flashfx.expr import QK
+from flashfx.reference import evaluate, index_grid, reference
+from flashfx.region import Problem
+from flashfx.spec import AttentionSpec
+from tests.budget import assert_within
+
+
+@dataclass
+class Run:
+    """Results by name ("out", "q", "k", "v", captured tensors)."""
+
+    actual: dict[str, torch.Tensor] = field(default_factory=dict)
+    eager: dict[str, torch.Tensor] = field(default_factory=dict)
+    exact: dict[str, torch.Tensor] = field(default_factory=dict)
+    scale: dict[str, float] = field(default_factory=dict)
+
+    def within_budget(self) -> None:
+        for name in self.actual:
+            assert_within(self.actual[name], self.eager[name], self.exact[name], self.scale.get(name), name)
+
+
+def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out) -> dict[str, float]:
+    """Size of the terms that cancel in dS = P * (dP - delta), as they appear in each gradient: dP times what multiplies dS."""
+    q, k, v, grad_out = (t.double() for t in (q, k, v, grad_out))
+    M, N = q.shape[-2], k.shape[-2]
+    dot = q @ k.mT
+    env, tensors = index_grid(spec, sizes, M, N, q.device), {a.name: t for a, t in zip(spec.aux, aux)}
+    size = lambda t: t.abs().max().item() if t.numel() else 0.0
+    slope = lambda wrt: size(evaluate(partial(spec.score, wrt), env, tensors, dot, torch.float64).nan_to_num(0.0))
+    dp = size(grad_out @ v.mT)
+    scales = {"q": dp * size(k) * slope(QK), "k": dp * size(q) * slope(QK)}
+    for load in spec.score.loads:
+        scales[load.name] = max(scales.get(load.name, 0.0), dp * slope(load))
+    return scales
+
+
+def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 0, operands=None, gradients: bool = True) -> Run:
+    """Forward and every gradient. Rows that are NaN in the exact output are left out of the loss."""
+    q, k, v, aux, dropout_seed, sizes = operands or inputs(spec, problem, device, seed)
+    keep = kept(spec, problem, dropout_seed, device)
+    names = ("q", "k", "v", *(a.name for a in spec.aux))
+    result = Run()
+
+    def compute(dtype):
+        """(out, gradients) of the reference in `dtype`."""
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() if t.is_floating_point() else t for t in (q, k, v, *aux)]
+        out = reference(spec, *leaves[:3], leaves[3:], sizes, keep, dtype or torch.promote_types(q.dtype, v.dtype))
+        if not gradients:
+            return out.detach(), {}
+        wanted = {n: t for n, t in zip(names, leaves) if t.requires_grad}
+        loss = (torch.where(out.isnan(), 0.0, out) * grad_out.to(out.dtype)).sum()
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        return out.detach(), {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), found)}
+
+    shape = (*problem.extents, problem.M, problem.Dv)
+    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7)).to(device, v.dtype)
+    out, exact = compute(torch.float64)
+    eager_out, eager = compute(None)
+    result.actual["out"], lse = launch.forward(spec, q, k, v, aux, dropout_seed, sizes)
+    result.exact["out"], result.eager["out"] = out, eager_out.to(v.dtype)
+    assert lse.shape == shape[:-1] and lse.is_contiguous()
+    if gradients:
+        result.scale = cancelling(spec, q, k, v, aux, sizes, grad_out)
+        needs = [t.is_floating_point() for t in (q, k, v, *aux)]
+        found = launch.backward(spec, grad_out, q, k, v, aux, dropout_seed, result.actual["out"], lse, sizes, needs)
+        for name, t, need, g in zip(names, (q, k, v, *aux), needs, found):
+            if not need:
+                assert g.numel() == 0 and g.dtype == t.dtype
+                continue
+            assert g.shape == t.shape and g.dtype == t.dtype and g.is_contiguous(), name
+            if exact[name].isnan().any():  # softmax of a row without keys: eager spreads its NaN, we pass nothing on
+                assert not g.isnan().any()
+                continue
+            result.actual[name], result.eager[name], result.exact[name] = g, eager[name].to(g.dtype), exact[name]
+    return result
