@@ -8,6 +8,7 @@ import torch
 from flashfx.codegen import launch
 from flashfx.codegen.derivative import partial
 from flashfx.codegen.selfcheck import inputs, kept
+from flashfx.codegen.torch_tiled import MEAN_ROW
 from flashfx.expr import QK
 from flashfx.reference import evaluate, index_grid, reference
 from flashfx.region import Problem
@@ -29,8 +30,9 @@ class Run:
             assert_within(self.actual[name], self.eager[name], self.exact[name], self.scale.get(name), name)
 
 
-def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out) -> dict[str, float]:
-    """Size of the terms that cancel in dS = P * (dP - delta), as they appear in each gradient: dP times what multiplies dS."""
+def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[str, float]:
+    """Size of the terms that cancel. In dS = P * (dP - delta): dP times what multiplies dS. In P = exp(S - lse), which dV sees: lse."""
+    exact = q.dtype == torch.float32
     q, k, v, grad_out = (t.double() for t in (q, k, v, grad_out))
     M, N = q.shape[-2], k.shape[-2]
     dot = q @ k.mT
@@ -39,6 +41,8 @@ def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out) -> dict[str, 
     slope = lambda wrt: size(evaluate(partial(spec.score, wrt), env, tensors, dot, torch.float64).nan_to_num(0.0))
     dp = size(grad_out @ v.mT)
     scales = {"q": dp * size(k) * slope(QK), "k": dp * size(q) * slope(QK)}
+    real = lse[lse.isfinite() & (lse < MEAN_ROW)].double()
+    scales["v"] = size(grad_out) * max(1.0, size(real)) if exact else 0.0
     for load in spec.score.loads:
         scales[load.name] = max(scales.get(load.name, 0.0), dp * slope(load))
     return scales
@@ -70,7 +74,7 @@ def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 
     result.exact["out"], result.eager["out"] = out, eager_out.to(v.dtype)
     assert lse.shape == shape[:-1] and lse.is_contiguous()
     if gradients:
-        result.scale = cancelling(spec, q, k, v, aux, sizes, grad_out)
+        result.scale = cancelling(spec, q, k, v, aux, sizes, grad_out, lse)
         needs = [t.is_floating_point() for t in (q, k, v, *aux)]
         found = launch.backward(spec, grad_out, q, k, v, aux, dropout_seed, result.actual["out"], lse, sizes, needs)
         for name, t, need, g in zip(names, (q, k, v, *aux), needs, found):
