@@ -10,7 +10,7 @@ from typing import Sequence
 
 import torch
 
-from .index import Affine, Index, NotAffine, Size, at_least, number, product, same, size
+from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, number, product, same, size
 from .values import Value, ValueGraph
 from .views import step_through
 
@@ -99,6 +99,10 @@ def trace_back(v: Value, index: Index, wanted: Sequence[str], extents: dict[str,
             through = step_through(v, index, extents)
         except NotAffine:
             break
+        except SplitAxis as split:
+            if split.axis in wanted[-2:]:
+                break
+            raise
         if through is None and scale and v.owner not in vg.changing and (by := constant_factor(v)) is not None:
             factor *= by
             through = (v.args[0], index)

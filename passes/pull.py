@@ -16,10 +16,10 @@ from flashfx.ops import BY_ATEN
 
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, same, size
-from .rules import PRODUCTS, RULES, Product
+from .rules import RULES, Product
 from .scalars import kind_of, rounded, simplified
 from .values import Refused, Value
-from .views import VIEWS, step_through
+from .views import step_through
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Puller:
     loads: leaf name -> value.
     dtypes: in which dtype a sum was formed.
     grad: is gradient mode on at the site's output?
+    splits: the first view met that splits queries or keys, by axis.
     held: what can still be read where the op will stand; None: everything.
     """
 
@@ -42,6 +43,7 @@ class Puller:
     dtypes: dict[Expr, torch.dtype] = field(default_factory=dict)
     grad: bool = True
     held: Held | None = None
+    splits: dict[str, SplitAxis] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ sizes and indices
     def size(self, s) -> Expr:
@@ -128,8 +130,8 @@ class Puller:
         except NotAffine:
             return self.leaf(v, x)
         except SplitAxis as split:
-            # queries may be folded out of rows of the scores, never for a mask's sake
-            if split.axis in ("i", "j") and not _over_product(v):
+            if split.axis in ("i", "j"):
+                self.splits.setdefault(split.axis, split)
                 return self.leaf(v, x)
             raise
         if through is not None:
@@ -204,18 +206,3 @@ class Puller:
 def gradient_ends(v: Value) -> Refused:
     return Refused("no gradient flows through part of the attention (detach or no_grad), one would through the fused op", v,
                    "detach q, k, v or the output instead, or keep the whole attention under no_grad")
-
-
-def _over_product(v: Value) -> bool:
-    """Is a matrix product among the pointwise and view ancestors of `v`?"""
-    seen, todo = set(), [v]
-    while todo:
-        x = todo.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.name in PRODUCTS:
-            return True
-        if x.name in VIEWS or x.name in BY_ATEN or x.name in RULES:
-            todo.extend(x.inputs)
-    return False

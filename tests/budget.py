@@ -17,11 +17,13 @@ def error(t: torch.Tensor, exact: torch.Tensor) -> float:
     return largest(torch.where(a == b, 0.0, a - b))
 
 
-def excess(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, scale: float | None = None) -> float:
+def excess(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, scale: float | None = None,
+           perturbed: torch.Tensor | None = None) -> float:
     """By how many rounding bands the error is over twice eager's; at most 1 is within the budget.
 
     The band is one rounding step of eager's dtype at the largest magnitude of `exact` (or at `scale`, where a small tensor is a sum of
-    large terms that cancel).
+    large terms that cancel). Where a result amplifies rounding more than that, pass `perturbed`: eager's result for inputs that are off by
+    one rounding step; how far it moves is added.
     """
     assert actual.shape == eager.shape and actual.dtype == eager.dtype, (actual.shape, eager.shape, actual.dtype, eager.dtype)
     wrong, allowed = error(actual, exact), 2.0 * error(eager, exact)
@@ -31,6 +33,8 @@ def excess(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, scale
         return 0.0
     dtype = eager.dtype if eager.dtype.is_floating_point else torch.float32
     band = torch.finfo(dtype).eps * max(largest(exact), scale or 0.0)
+    if perturbed is not None:
+        band += error(perturbed, eager)
     return (wrong - allowed) / band if band else float("inf")
 
 

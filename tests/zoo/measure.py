@@ -72,7 +72,7 @@ def run(model, call, kwargs, backward: bool = True) -> dict[str, torch.Tensor]:
     return found
 
 
-def exactly(model, kwargs) -> dict[str, torch.Tensor] | None:
+def exactly(model, kwargs, call) -> dict[str, torch.Tensor] | None:
     """The float64 run, or None for a model that has no float64 form (NaN from finfo.min of another dtype, say)."""
     move = lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
     model = copy.deepcopy(model).double()
@@ -80,7 +80,7 @@ def exactly(model, kwargs) -> dict[str, torch.Tensor] | None:
         model.set_experts_implementation("eager")  # grouped_mm knows no float64
     torch.set_default_dtype(torch.float64)  # for the masks and tables that models make
     try:
-        found = run(model, model, {k: move(v) for k, v in kwargs.items()})
+        found = run(model, call(model), {k: move(v) for k, v in kwargs.items()})
     except RuntimeError:
         return None
     finally:
@@ -88,7 +88,7 @@ def exactly(model, kwargs) -> dict[str, torch.Tensor] | None:
     return found if all(t.isfinite().all() for t in found.values()) else None
 
 
-def perturbed(model):
+def off_by_rounding(model):
     """The same model, every parameter off by at most one rounding step: its results differ as much as rounding makes them."""
     model = copy.deepcopy(model)
     g = torch.Generator().manual_seed(0)
@@ -99,24 +99,30 @@ def perturbed(model):
     return model
 
 
-def compare(entry: Entry, attn: str = "eager", train: bool = False, dynamic: bool | None = None, inner: str = "eager"):
-    """(backend, compiled, eager, exact): three dictionaries as `run` gives them. Dropout is 0."""
+def compare(entry: Entry, attn: str = "eager", train: bool = False, dynamic: bool | None = None, inner: str = "eager",
+            captured: bool = False):
+    """(backend, compiled, eager, exact, perturbed): four dictionaries as `run` gives them. Dropout is 0.
+
+    With `captured` eager is the graph that Dynamo captures, run as it stands: a few models compute something else while they are traced
+    (umt5 with SDPA is causal only then).
+    """
     model, kwargs = entry.build(attn=attn, train=train, dropout=0.0)
+    torch._dynamo.reset()
+    call = (lambda m: torch.compile(m, backend="eager")) if captured else (lambda m: m)
     eager_model = copy.deepcopy(model)
     try:
-        eager = run(eager_model, eager_model, kwargs)
+        eager = run(eager_model, call(eager_model), kwargs)
     except AssertionError:  # a model that takes gradients only in training
         for m in (model, eager_model):
             m.requires_grad_(False)
-        eager = run(eager_model, eager_model, kwargs)
-    exact = exactly(model, kwargs)
-    if exact is None:  # then eager stands in for float64, and a perturbed eager run for eager
-        other = perturbed(model)
-        exact, eager = eager, run(other, other, kwargs)
+        eager = run(eager_model, call(eager_model), kwargs)
+    exact = exactly(model, kwargs, call) or eager
+    other = off_by_rounding(model)
+    perturbed = run(other, call(other), kwargs)
     torch._dynamo.reset()
     backend = Compiled(inner)
     compiled = run(model, torch.compile(model, backend=backend, dynamic=dynamic), kwargs)
-    return backend, compiled, eager, exact
+    return backend, compiled, eager, exact, perturbed
 
 
 def dropped_out(entry: Entry, attn: str = "eager", dynamic: bool | None = None, inner: str = "eager"):
@@ -130,7 +136,7 @@ def dropped_out(entry: Entry, attn: str = "eager", dynamic: bool | None = None, 
     return backend, *runs
 
 
-def worst(compiled, eager, exact) -> tuple[float, str]:
+def worst(compiled, eager, exact, perturbed) -> tuple[float, str]:
     """The largest excess over the budget in rounding bands, and where. A band is taken at the largest output, or gradient.
 
     Gradients of key biases, say, are 0 but for rounding: sums of large terms that cancel.
@@ -142,5 +148,5 @@ def worst(compiled, eager, exact) -> tuple[float, str]:
         if name not in compiled:
             found.append((float("inf"), f"{name} is missing"))
         else:
-            found.append((excess(compiled[name], eager[name], exact[name], scale[kind(name)]), name))
+            found.append((excess(compiled[name], eager[name], exact[name], scale[kind(name)], perturbed[name]), name))
     return max(found)
