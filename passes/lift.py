@@ -78,11 +78,16 @@ class _Frame:
         return [name for dim in (*self.dims, self.rows) for name in dim if name != "i"]
 
 
-def lift(site: Site, vg: ValueGraph) -> Lifted:
-    """Raises `Refused`."""
+def _frame_of(site: Site) -> _Frame:
     shape = [size(s) for s in site.out.shape]
     frame = _Frame([[f"x{d}"] for d in range(len(shape) - 2)], {f"x{d}": s for d, s in enumerate(shape[:-2])})
-    frame.extents["i"] = size(site.out.shape[-2 if site.side == 0 else -1])
+    frame.extents["i"] = shape[-2 if site.side == 0 else -1]
+    return frame
+
+
+def lift(site: Site, vg: ValueGraph) -> Lifted:
+    """Raises `Refused`."""
+    frame = _frame_of(site)
     for _ in range(16):
         try:
             return (_lift_call if site.weights is None else _lift_products)(site, vg, frame)
@@ -91,6 +96,8 @@ def lift(site: Site, vg: ValueGraph) -> Lifted:
                 raise Refused(f"a view splits the {'key' if split.axis == 'j' else 'head'} axis by {split.inner}", site.out,
                               "keep key positions and head channels in one dim each") from None
             frame.split(split.axis, split.inner)
+        except Specialised:
+            frame = _frame_of(site)
         except NotAffine as error:
             raise Refused(f"a view mixes axes: {error}", site.out) from None
     raise Refused("the batch axes split without end", site.out)
@@ -219,6 +226,8 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
 
 def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped) -> Lifted:
     product, grad = puller.product, site.out.grad
+    if product is None and puller.splits:
+        raise puller.splits.get("i", puller.splits.get("j"))  # rows may fold other axes; lift refuses what it cannot unfold
     if product is None:
         stop = _obstacle(softmax_of(site.weights)[0])
         raise Refused("no matrix product over queries and keys was found in the scores" if stop is None else
@@ -286,7 +295,7 @@ def _obstacle(scores: Value) -> Value | None:
         if v in seen or v.name in PRODUCTS:
             continue
         seen.add(v)
-        if carries(v):
+        if carries(v) and v.name not in DROPOUTS:
             todo.extend(v.inputs)
         elif has_product_above(v):
             return v
