@@ -170,7 +170,7 @@ def call(op: str, *args) -> Expr:
 
 def _fold(e: Call) -> Expr | None:
     op, args = e.op, e.args
-    if all(isinstance(a, Const) for a in args):
+    if e.row.evaluate is not None and all(isinstance(a, Const) for a in args):
         value = e.row.evaluate(*(a.value for a in args))
         if value is not None:
             return Const({BOOL: bool, INT: int, FLOAT: float}[e.kind](value))

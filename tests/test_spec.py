@@ -74,6 +74,7 @@ def test_folds_are_exact():
     i, j = Var("i"), Var("j")
     assert call("add", i, 0) == i and call("mul", i, 1) == i and call("not", call("lt", i, j)) == call("ge", i, j)
     assert str(call("not", call("lt", QK, Const(1.0)))) == "~(qk < 1.0)", "NaN: not (x < 1) is not x >= 1"
+    assert str(call("minimum", 2.0, 3.0)) == "minimum(2.0, 3.0)", "no rule, no fold"
     assert call("mul", QK, Const(0.0)) != Const(0.0), "0 * inf is NaN"
     assert conjuncts(call("and", call("and", call("le", i, j), TRUE), call("gt", i, j))) == [call("le", i, j), call("gt", i, j)]
 
