@@ -81,6 +81,7 @@ class Site:
     v_dtype: str
     precision: str = "ieee"
     wide: bool = False           # M <= N is known: with it, more masks provably leave no row empty
+    whole: bool = False          # N is a multiple of every BLOCK_N: no tile reaches beyond the last key
     descriptors: bool = False    # read tiles through tensor descriptors (TMA)
     needs: tuple[bool, ...] = ()
 
@@ -252,15 +253,17 @@ def matrix(site: Site, out: Writer, operand: str) -> None:
         out.assign(f"{OPERANDS[operand][2]}_matrix", base(site, operand))
 
 
-def load_tile(site: Site, out: Writer, operand: str, name: str, check: str = "", looped: bool = False) -> None:
+def load_tile(site: Site, out: Writer, operand: str, name: str, check: str = "", looped: bool = False,
+              direct: bool = False) -> None:
     """name = a tile of the operand's rows, one variable per head-size chunk.
 
     check   bounds the rows; "" if they cannot lie outside
-    looped  read in an inner loop: from the matrix of `matrix(...)`, by the GPU's tensor memory accelerator if the site allows it
+    looped  read in an inner loop: from the matrix of `matrix(...)`
+    direct  by addresses even if the site allows the tensor memory accelerator
     """
     _, _, prefix, row, _ = OPERANDS[operand]
     start, rows = row_names(operand)
-    if looped and site.descriptors:
+    if site.descriptors and not direct:
         block = "BLOCK_M" if rows == "rows" else "BLOCK_N"
         position = [*(local(a) for a in operand_axes(site, operand)), start]
         for c, _, _ in pieces(site, operand):
@@ -295,7 +298,7 @@ def product(site: Site, out: Writer, result: str, a: str, b: str, found: Sequenc
 class Loops:
     """The loops over the tiles of one index: which exist, and how their tile starts are written.
 
-    padded  elements beyond the end do no harm (rows there have weight 0), so that the last tile counts as full
+    padded  the last tile counts as full: no element lies beyond the end, or (rows, whose weight is 0 there) it does no harm
     """
 
     index: str                # "i" or "j"

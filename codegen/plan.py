@@ -152,8 +152,8 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     else:
         pieces = len(chunks(max(problem.D, problem.Dv))) if found == "mma" and kernel == "keys" else 1
         start = START[found, kernel, step][is_heavy(spec, kernel) or pieces > 1]
-    if (found, kernel, step) == ("wgmma", "forward", 64) and not spec.is_masked and not is_heavy(spec, kernel):
-        start = (64, 128, 4, 2)
+    if found == "wgmma" and kernel == "forward" and head <= 128 and not spec.is_masked and not is_heavy(spec, kernel):
+        start = (64, 128, 4, 2) if head <= 64 else (128, 64, 4, 2) if head == 128 and problem.N % 128 == 0 else start
     tried = [start]
     m, n, warps, stages = start
     while True:

@@ -25,13 +25,17 @@ class Source:
         return self.text
 
 
+WHOLE = 128
+"""Every BLOCK_N divides this."""
+
+
 def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None) -> Site:
     """needs: which of (q, k, v, *aux) get gradients; all that are floats unless given."""
     if needs is None:
         in_score = {load.name for load in spec.score.loads if load.kind == "float"}
         needs = (True, True, True, *(a.kind == "float" and a.name in in_score for a in spec.aux))
     return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
-                plan.descriptors, tuple(needs))
+                problem.N % WHOLE == 0, plan.descriptors, tuple(needs))
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,

@@ -13,7 +13,7 @@ from ..spec import AttentionSpec
 from . import gpu, plan
 from .descriptors import describable
 from .load import load
-from .render import render
+from .render import WHOLE, render
 
 _FORWARD: dict[tuple, object] = {}
 _BACKWARD: dict[tuple, object] = {}
@@ -34,7 +34,7 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
     card = gpu.current(device)
     forward = plan.make_plan(spec, problem, card, "forward", descriptors)
     backward = plan.make_plan(spec, problem, card, "backward", descriptors) if any(needs) else None
-    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, needs, forward.precision, forward.descriptors,
+    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision, forward.descriptors,
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)

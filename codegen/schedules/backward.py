@@ -36,7 +36,8 @@ def keys_kernel(site: Site) -> Kernel:
     out.assign("j", "j0 + cols")
     head_index(site, out, "de")
     for name in ("K", "V"):
-        load_tile(site, out, name, name.lower(), "(j < N)[:, None]")
+        # read by TMA, wide tiles that the matrix units take from registers would be kept there through the loop
+        load_tile(site, out, name, name.lower(), "(j < N)[:, None]", direct=max(site.D, site.Dv) > 128)
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     for c in site.qk_chunks:
@@ -190,17 +191,18 @@ def _over_keys(site: Site, out: Writer, loads: list[Load]) -> None:
     for load in loads:
         out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_M], tl.float32)")
         out.assign(f"mass_{buffer(site, load)}", "tl.zeros([BLOCK_M], tl.float32)")
-    loops = Loops("j", site.by_rows, "BLOCK_N", "N")
+    loops = Loops("j", site.by_rows, "BLOCK_N", "N", padded=site.whole)
     override = "tl.max(mean, 0) > 0.0" if site.averages else ""
     loops.prepare(program, out, override)
 
     def tile(partial: bool) -> None:
         out.assign("j", "j0 + cols")
-        check = "(j < N)[:, None]" if partial else ""
+        beyond = partial and not site.whole
+        check = "(j < N)[:, None]" if beyond else ""
         load_tile(site, out, "K", "k", check, looped=True)
         rest, _ = scaled(site, QK)
         found = [(load, *scaled(site, load)) for load in loads]
-        body.weights(out, partial, "" if partial else "j", [rest, *(r for _, r, _ in found)])
+        body.weights(out, partial, "" if beyond else "j", [rest, *(r for _, r, _ in found)])
         load_tile(site, out, "V", "v", check, looped=True)
         if spec.dropout:
             body.keep(out)

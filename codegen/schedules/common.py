@@ -57,7 +57,7 @@ def delta_kernel(site: Site) -> Kernel:
     head_index(site, out, "e")
     out.assign("delta", "tl.zeros([BLOCK_M], tl.float32)")
     for name, operand in (("o", "Out"), ("do", "dO")):
-        load_tile(site, out, operand, name, "(i < M)[:, None]")
+        load_tile(site, out, operand, name, "(i < M)[:, None]", direct=True)
     for c in site.v_chunks:
         out.assign("delta", f"delta + tl.sum(o{c.suffix}.to(tl.float32) * do{c.suffix}.to(tl.float32), 1)")
     out.assign("lse", 'tl.load(Lse + tl.cast(z, tl.int64) * M + i, mask=i < M, other=float("inf"))', "rows beyond the end get weight exp(-inf) = 0")

@@ -59,12 +59,12 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
             inside(program, body)
 
     def inside(program: Program, body: Body) -> None:
-        load_tile(site, out, "Q", "q", "(i < M)[:, None]")
-        load_tile(site, out, "K", "k", "(j < N)[:, None]")
+        load_tile(site, out, "Q", "q", "(i < M)[:, None]", direct=True)
+        load_tile(site, out, "K", "k", "(j < N)[:, None]", direct=True)
         rest, factor = scaled(site, load)
         body.weights(out, True, "", [rest])
-        load_tile(site, out, "dO", "do", "(i < M)[:, None]")
-        load_tile(site, out, "V", "v", "(j < N)[:, None]")
+        load_tile(site, out, "dO", "do", "(i < M)[:, None]", direct=True)
+        load_tile(site, out, "V", "v", "(j < N)[:, None]", direct=True)
         if spec.dropout:
             body.keep(out)
         body.gradient(out, True)

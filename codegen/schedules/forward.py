@@ -59,15 +59,22 @@ def forward_kernel(site: Site) -> Kernel:
     out.assign("l", "tl.zeros([BLOCK_M], tl.float32)", "running sum of exp(score - m)")
     for c in site.v_chunks:
         out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)", "running sum of exp(score - m) * v" if not c.start else "")
-    loops = Loops("j", site.by_rows, "BLOCK_N", "N")
+    loops = Loops("j", site.by_rows, "BLOCK_N", "N", padded=site.whole)
     loops.prepare(program, out)
-    if loops.full:
-        with out.block(loops.full_head(), "tiles in which every row sees every key"):
-            _tile(site, program, out, partial=False)
-    head, first = loops.partial_head(out)
-    with out.block(head, "tiles cut by the mask or by the end of the keys" if spec.is_masked else "the last, incomplete tile"):
-        out.lines(*first)
-        _tile(site, program, out, partial=True)
+    def full() -> None:
+        if loops.full:
+            with out.block(loops.full_head(), "tiles in which every row sees every key"):
+                _tile(site, program, out, partial=False)
+
+    if not loops.partial_first:
+        full()
+    if loops.partial:
+        head, first = loops.partial_head(out)
+        with out.block(head, "tiles cut by the mask or by the end of the keys" if spec.is_masked else "the last, incomplete tile"):
+            out.lines(*first)
+            _tile(site, program, out, partial=True)
+    if loops.partial_first:
+        full()
     _finish(site, program, out)
     return kernel
 
@@ -82,17 +89,20 @@ def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
     c2 = site.factor * LOG2E
     out.assign("j", "j0 + cols")
     visible = spec.visible if partial and spec.is_masked else None
-    program.enter(out, [site.raw, *([visible] if visible is not None else [])], () if partial else "j")
-    check = "(j < N)[:, None]" if partial else ""
+    beyond = partial and not site.whole
+    program.enter(out, [site.raw, *([visible] if visible is not None else [])], () if beyond else "j")
+    check = "(j < N)[:, None]" if beyond else ""
     if QK in spec.score.leaves:
         load_tile(site, out, "K", "k", check, looped=True)
         product(site, out, "qk", "q", "k", site.qk_chunks)
     raw = program.tile(site.raw)
+    if program.dims(site.raw) != {"i", "j"}:
+        raw = f"tl.broadcast_to({raw}, BLOCK_M, BLOCK_N)"
     if partial:
-        seen = ["(j < N)[None, :]"] if visible is None else ["(j < N)[None, :]", program.tile(visible)]
+        seen = [*(["(j < N)[None, :]"] if beyond else []), *([program.tile(visible)] if visible is not None else [])]
         out.assign("raw", f'tl.where({" & ".join(seen)}, {raw}, float("-inf"))')
     else:
-        out.assign("raw", raw if QK == site.raw or program.dims(site.raw) == {"i", "j"} else f"{raw} + tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
+        out.assign("raw", raw)
     out.assign("m_new", "tl.maximum(m, tl.max(raw, 1))")
     if partial or not is_finite(site.raw):
         out.assign("anchor", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "rows that have seen no key yet: keep exp2(-inf - 0) = 0")
@@ -127,10 +137,11 @@ def _finish(site: Site, program: Program, out: Writer) -> None:
                 out.assign("j", "j0 + cols")
                 program.enter(out, [spec.empty_over])
                 over = program.tile(spec.empty_over)
-                conditions = ["empty[:, None]", "(j < N)[None, :]", *([over] if over != "True" else [])]
-                out.assign("p", f"tl.where({' & '.join(conditions)}, 1.0, 0.0)")
+                beyond = [] if site.whole else ["(j < N)[None, :]"]
+                conditions = ["empty[:, None]", *beyond, *([over] if over != "True" else [])]
+                out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(conditions)}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
                 out.assign("l", "l + tl.sum(p, 1)")
-                _add_values(site, out, "(j < N)[:, None]", "")
+                _add_values(site, out, "" if site.whole else "(j < N)[:, None]", "")
             out.assign("lse", f"tl.where(empty, l * {MEAN_ROW!r}, lse)", "marks the row and holds the number of keys averaged")
     scale = f"{1.0 / (1.0 - spec.dropout)!r}"
     if site.can_be_empty and spec.empty_row is EmptyRow.ZERO:

@@ -124,8 +124,8 @@ def test_more_shapes(shape, dtype):
         run(s, p).within_budget()
 
 
-@pytest.mark.parametrize("M, N", [(1, 37), (37, 1), (1, 1), (16, 16), (32, 64)])
-@pytest.mark.parametrize("variant", ["full", "causal", "padding"])
+@pytest.mark.parametrize("M, N", [(1, 37), (37, 1), (1, 1), (16, 16), (32, 64), (37, 128), (128, 128)])
+@pytest.mark.parametrize("variant", ["full", "causal", "padding", "window"])
 def test_more_lengths(M, N, variant):
     with overridden(**TILES[0]):
         run(spec(CORE[variant]), problem("self", 16, "float16", M=M, N=N)).within_budget()
