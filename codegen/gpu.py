@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,8 +73,8 @@ DEFAULT = BY_NAME["H100"]
 
 def nearest(name: str, capability: tuple[int, int]) -> tuple[GPU, bool]:
     """(row, is it this card's own?): the row named in the device's name, else the closest compute capability."""
-    for row in sorted(GPUS, key=lambda r: -len(r.name)):
-        if row.name in name.split() or (" " in row.name and row.name in name):
+    for row in GPUS:
+        if re.search(rf"\b{row.name}\b", name):
             return row, True
     distance = lambda row: abs((row.capability[0] - capability[0]) * 10 + row.capability[1] - capability[1])
     return min(GPUS, key=distance), False

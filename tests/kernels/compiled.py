@@ -104,5 +104,5 @@ def compile_all(text: str, problem: Problem, gpu: GPU, only: tuple[str, ...] = (
     result = []
     for name, kernel in found:
         registers, spilled = _assembled(kernel, gpu)
-        result.append((Report(name, kernel.metadata.shared, registers, spilled), plans.get(name, source.backward.dense)))
+        result.append((Report(name, kernel.metadata.shared, registers, spilled), None if name == "attention_delta" else plans.get(name, source.backward.dense)))
     return result

@@ -1,0 +1,48 @@
+"""Generated kernels compile for GPUs that are not here, within the shared memory that the plan said and without spilling registers."""
+from __future__ import annotations
+
+import pytest
+
+from flashfx.compat import interpreting
+
+from .cases import CORE, MORE, problem, spec
+
+pytest.importorskip("triton.backends.nvidia.compiler")
+if interpreting():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from .compiled import BY_ARCH, compile_all  # noqa: E402
+
+ALL = {**CORE, **MORE}
+SAMPLE = [
+    ("sm_80", "bfloat16", 64, "causal", "self"), ("sm_80", "float16", 128, "full", "gqa"), ("sm_80", "float32", 64, "causal", "self"),
+    ("sm_80", "bfloat16", 80, "dropout", "self"), ("sm_80", "float16", 256, "causal", "self"),
+    ("sm_86", "float16", 128, "causal", "self"), ("sm_86", "bfloat16", 64, "dropout", "self"), ("sm_86", "bfloat16", 256, "full", "self"),
+    ("sm_89", "bfloat16", 64, "bias", "self"), ("sm_89", "float16", 80, "softcap", "self"),
+    ("sm_90", "bfloat16", 64, "full", "self"), ("sm_90", "bfloat16", 128, "causal", "self"), ("sm_90", "float16", 128, "dropout", "self"),
+    ("sm_90", "bfloat16", 80, "causal", "gqa"), ("sm_90", "bfloat16", 256, "causal", "self"), ("sm_90", "bfloat16", 64, "padding", "self"),
+    ("sm_90", "bfloat16", 128, "shared_bias", "self"), ("sm_90", "float32", 64, "full", "self"), ("sm_90", "bfloat16", 64, "softcap", "self"),
+    ("sm_100", "bfloat16", 64, "causal", "self"), ("sm_100", "bfloat16", 128, "causal", "gqa"), ("sm_100", "float16", 64, "dropout", "self"),
+]
+
+
+def builds(arch, dtype, head, variant, kind):
+    p = problem(kind, head, dtype, M=1024, heads=4)
+    for report, plan in compile_all(spec(ALL[variant], kind), p, BY_ARCH[arch]):
+        if plan is not None:
+            assert report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block, report
+        assert report.spilled == 0, report
+
+
+@pytest.mark.parametrize("arch, dtype, head, variant, kind", SAMPLE)
+def test_builds_without_spilling(arch, dtype, head, variant, kind):
+    builds(arch, dtype, head, variant, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize("head", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", ["full", "causal", "bias", "dropout", "softcap", "padding"])
+def test_builds_everywhere(arch, dtype, head, variant):
+    builds(arch, dtype, head, variant, "self")

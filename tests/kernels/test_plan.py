@@ -1,0 +1,140 @@
+"""Plans fit and say why; GPU rows check themselves; generated files are read, cached and named by their text."""
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from flashfx.codegen import gpu, load, triton_host
+from flashfx.codegen.parts import chunks, peel
+from flashfx.codegen.plan import DIRECTIONS, REGISTER_LIMIT, make_plan, overridden, registers_per_thread
+from flashfx.codegen.render import render
+from flashfx.codegen.writer import WIDTH, Writer, wrapped
+from flashfx.errors import PlanError
+from flashfx.expr import parse
+
+from .cases import CORE, MORE, problem, spec
+
+ALL = {**CORE, **MORE}
+
+
+@pytest.mark.parametrize("row", gpu.GPUS, ids=lambda r: r.name)
+@pytest.mark.parametrize("head", [8, 16, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_every_plan_fits(row, head, dtype):
+    for name in ("full", "causal", "window", "bias", "dropout", "softcap"):
+        for direction in DIRECTIONS:
+            try:
+                plan = make_plan(spec(ALL[name]), problem("self", head, dtype, M=1024), row, direction)
+            except PlanError as error:
+                assert "bfloat16" in str(error) or "shared memory" in str(error)
+                assert row.capability < (8, 0), f"every card from Ampere on runs every head size: {error}"
+                continue
+            for part in (p for p in (plan, plan.rows, plan.dense) if p):
+                assert part.shared <= row.shared_per_block
+                assert part.reason == "" or registers_per_thread(part.kernel, tuple(part.options.values()), problem("self", head, dtype)) <= REGISTER_LIMIT
+                assert all(n >= 16 and n & (n - 1) == 0 for n in (part.BLOCK_M, part.BLOCK_N)) and max(part.BLOCK_M, part.BLOCK_N) <= 128
+
+
+def test_what_cannot_fit_raises():
+    tiny = replace(gpu.BY_NAME["T4"], shared_per_block=4096, shared_per_sm=4096)
+    with pytest.raises(PlanError, match="even 16x16 tiles need .* bytes of shared memory .* T4 has 4096 bytes"):
+        make_plan(spec(CORE["full"]), problem("self", 256, "float16"), tiny, "forward")
+    with pytest.raises(PlanError, match="T4 .* has no bfloat16 matrix unit: use float16"):
+        make_plan(spec(CORE["full"]), problem("self", 64, "bfloat16"), gpu.BY_NAME["T4"], "forward")
+    with pytest.raises(PlanError, match="float64 runs in the tiled PyTorch schedule"):
+        make_plan(spec(CORE["full"]), problem("self", 64, "float64"), gpu.BY_NAME["A100"], "forward")
+    with pytest.raises(ValueError, match="direction must be one of"):
+        make_plan(spec(CORE["full"]), problem(), gpu.BY_NAME["A100"], "sideways")
+    with pytest.raises(ValueError, match="unknown kernels"):
+        with overridden(fwd=(16, 16, 4, 1)):
+            pass
+
+
+def test_a_plan_is_one_line():
+    s, p = spec(MORE["shared_bias"]), problem("self", 128, "bfloat16", M=4096)
+    assert_expected_inline(str(make_plan(spec(CORE["causal"]), p, gpu.BY_NAME["H200"], "forward")),
+                           "triton on H200: forward 64x64, 4 warps, 3 stages, 138 KiB shared, TMA (138 of 227 KiB shared memory, about 88 of 255 registers)")
+    assert_expected_inline(str(make_plan(s, p, gpu.BY_NAME["A100"], "backward")), "")
+
+
+def test_rows_and_devices():
+    assert gpu.current("cpu") == gpu.DEFAULT
+    assert gpu.nearest("NVIDIA A100-SXM4-80GB", (8, 0)) == (gpu.BY_NAME["A100"], True)
+    assert gpu.nearest("Tesla V100-SXM2-16GB", (7, 0)) == (gpu.BY_NAME["V100"], True)
+    assert gpu.nearest("NVIDIA GeForce RTX 4090", (8, 9)) == (gpu.BY_NAME["RTX 4090"], True)
+    assert gpu.nearest("NVIDIA H200", (9, 0)) == (gpu.BY_NAME["H200"], True)
+    row, own = gpu.nearest("Some Card", (12, 0))
+    assert not own and row.capability == (10, 0)
+    with pytest.raises(AssertionError, match="operations per byte"):
+        replace(gpu.BY_NAME["H100"], bandwidth=1e13, matrix_rate=1e14)
+
+
+def test_chunks():
+    widths = lambda d: [c.width for c in chunks(d)]
+    assert [widths(d) for d in (8, 16, 40, 64, 72, 80, 96, 192, 256)] == [
+        [16], [16], [32, 16], [64], [64, 16], [64, 16], [64, 32], [128, 64], [256]]
+    assert [c.masked for c in chunks(40)] == [False, True] and not any(c.masked for c in chunks(80))
+    assert [c.width for c in chunks(80, 32)] == [32, 32, 16]
+
+
+def test_peel():
+    show = lambda text: tuple(map(str, peel(parse(text, {"u": "float"}))))
+    assert show("qk * 0.125") == ("qk", "0.125") and show("qk / 8.0") == ("qk", "0.125") and show("2.0 * (qk * 0.5)") == ("qk", "1.0")
+    assert show("qk * -1.0") == ("qk * (-1.0)", "1.0") and show("qk * u[0]") == ("qk * u[0]", "1.0")
+
+
+def test_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    s, p = spec(CORE["causal"]), problem("self", 64, "bfloat16", M=4096)
+    source = render(s, make_plan(s, p, gpu.DEFAULT, "forward"), p)
+    assert source == render(s, make_plan(s, p, gpu.DEFAULT, "forward"), p)
+    path = load.write(source.text)
+    assert path == load.write(source.text) and os.listdir(tmp_path / "flashfx") == [os.path.basename(path)]
+    module = load.load(source.text)
+    assert inspect.getsource(module.attention_forward.fn).strip() in source.text
+    assert module.SPEC == s and module.PROBLEM == p
+    assert module.__doc__.splitlines()[2:6] == ["    " + line for line in str(s).splitlines()][:4]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_kernel_takes_only_what_it_uses(name):
+    """No argument without a use, no dropout without dropout, no line that only fills space."""
+    s, p = spec(ALL[name], "gqa"), problem("gqa", 80, "bfloat16", M=1024)
+    source = render(s, make_plan(s, p, gpu.DEFAULT, "forward"), p)
+    tree = ast.parse(source.text)
+    for function in (f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name.startswith("attention_")):
+        names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
+        assert {a.arg for a in function.args.args} - names == set(), function.name
+        assert ast.get_docstring(function)
+    assert ("keep_tile" in source.text) == bool(s.dropout)
+    assert ("tl.float64" not in source.text) and "atomic" not in source.text
+
+
+def test_new_lengths_share_a_module(monkeypatch):
+    """Lengths are arguments: only M <= N and whole tiles of keys enter the text."""
+    monkeypatch.setattr(triton_host.gpu, "current", lambda device: gpu.DEFAULT)
+    s = spec(CORE["causal"])
+    made = {triton_host.module_for(s, problem("self", 64, "float16", M=m, N=n), torch.device("meta"), (False,) * 3, True)
+            for m, n in [(100, 100), (37, 99), (5, 700)]}
+    assert len(made) == 1
+    assert triton_host.module_for(s, problem("self", 64, "float16", M=128), torch.device("meta"), (False,) * 3, True) not in made
+
+
+def test_writer():
+    out = Writer()
+    section = None
+    with out.block("if x:", "why"):
+        section = out.section()
+        out.assign("y", "1")
+    section.line("first = 0")
+    assert_expected_inline(out.text, """\
+if x:  # why
+    first = 0
+    y = 1""")
+    assert all(len(line) <= WIDTH for line in wrapped("call(", [f"argument_{n}" for n in range(40)], ")", 1))
