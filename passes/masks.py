@@ -72,7 +72,7 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
                 inner = peel(kept, dtypes)
                 if inner.fills and not replaced:  # inside one term the outer constant replaces the inner one
                     return whole
-                return Masked(inner.score, (*inner.fills, Fill(visible, fill.value, not replaced)))
+                return Masked(_where_holds(inner.score, visible), (*inner.fills, Fill(visible, fill.value, not replaced)))
         return whole
     if e.op == "add":
         a, b = (peel(x, dtypes) for x in e.args)
@@ -118,6 +118,16 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
             half = call("where", call("or", fills[0].visible, fills[1].visible), half, Const(0.0))
         return Masked(call("where", clamped.visible, inner.score, half), (clamped,))
     return whole
+
+
+def _where_holds(e: Expr, condition: Expr) -> Expr:
+    """before -> after, given c: where(c, x, y) -> x; where(~c, x, y) -> y"""
+    if isinstance(e, Call) and e.op == "where":
+        if e.args[0] == condition:
+            return e.args[1]
+        if call("not", e.args[0]) == condition:
+            return e.args[2]
+    return e
 
 
 def contract(fills: Sequence[Fill], safe: bool) -> tuple[EmptyRow, Expr, list[Expr]]:

@@ -45,7 +45,11 @@ def _t(v, x, extents):
 
 
 def _expand(v, x, extents):
-    own = _shape(v.args[0])
+    return _expanded_from(v.args[0], x)
+
+
+def _expanded_from(source: Value, x: Index) -> Index:
+    own = _shape(source)
     return tuple(Affine() if same(s, 1) else a for s, a in zip(own, x[len(x) - len(own):]))
 
 
@@ -111,7 +115,7 @@ VIEWS: dict[str, Callable[[Value, Index, Extents], Index]] = {
     "permute.default": _permute, "transpose.int": _transpose, "t.default": _t, "expand.default": _expand,
     "unsqueeze.default": _unsqueeze, "squeeze.dim": _squeeze, "squeeze.default": _squeeze, "squeeze.dims": _squeeze,
     "select.int": _select, "slice.Tensor": _slice, "split.Tensor": _split, "split_with_sizes.default": _split,
-    "unbind.int": _unbind, "repeat.default": _repeat,
+    "unbind.int": _unbind, "repeat.default": _repeat, "copy.default": _same,
 }
 
 
@@ -120,6 +124,8 @@ def step_through(v: Value, x: Index, extents: Extents) -> tuple[Value, Index] | 
 
     Raises SplitAxis or NotAffine as `through_view` does.
     """
+    if v.name == "copy.default":  # what an in-place copy leaves: the source, broadcast
+        return (v.args[1], _expanded_from(v.args[1], x)) if v.dtype == v.args[1].dtype else None
     rule = VIEWS.get(v.name)
     return None if rule is None else (v.args[0], rule(v, x, extents))
 

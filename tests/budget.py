@@ -38,7 +38,8 @@ def excess(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, scale
     return (wrong - allowed) / band if band else float("inf")
 
 
-def assert_within(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, scale: float | None = None, what: str = "") -> None:
-    over = excess(actual, eager, exact, scale)
+def assert_within(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, scale: float | None = None,
+                  perturbed: torch.Tensor | None = None, what: str = "") -> None:
+    over = excess(actual, eager, exact, scale, perturbed)
     assert over <= 1.0, (f"{what or 'the result'} is over the budget by {over:.3g} rounding bands: error {error(actual, exact):.3g}, "
                          f"eager's {error(eager, exact):.3g}")

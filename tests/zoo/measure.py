@@ -5,6 +5,7 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from flashfx.options import Options
 from flashfx.region import Region
@@ -67,9 +68,19 @@ def run(model, call, kwargs, backward: bool = True) -> dict[str, torch.Tensor]:
     if backward and any(o.requires_grad for o in outputs):
         loss = loss_of(outputs)
         loss.backward()
-        found["loss"] = loss.detach().float()
+        found["loss"] = loss.detach().to(torch.float32)
         found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     return found
+
+
+class _InDouble(TorchFunctionMode):
+    """float32 asked for by name becomes float64: models take their softmax in float32 whatever they are cast to."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        double = lambda x: torch.float64 if x is torch.float32 else x
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(double, args), **{k: double(v) for k, v in (kwargs or {}).items()})
 
 
 def exactly(model, kwargs, call) -> dict[str, torch.Tensor] | None:
@@ -80,7 +91,8 @@ def exactly(model, kwargs, call) -> dict[str, torch.Tensor] | None:
         model.set_experts_implementation("eager")  # grouped_mm knows no float64
     torch.set_default_dtype(torch.float64)  # for the masks and tables that models make
     try:
-        found = run(model, call(model), {k: move(v) for k, v in kwargs.items()})
+        with _InDouble():
+            found = run(model, call(model), {k: move(v) for k, v in kwargs.items()})
     except RuntimeError:
         return None
     finally:
