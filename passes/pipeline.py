@@ -51,7 +51,7 @@ def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Ref
     def reader(v: Value):
         """Past dropout, casts and views, which read the weights only to hand them on."""
         x = needed[v]
-        while isinstance(x, Value) and (x.name in VIEWS or x.name in DROPOUTS or is_rounding(x)):
+        while isinstance(x, Value) and (x.name in VIEWS and x.name != "copy.default" or x.name in DROPOUTS or is_rounding(x)):
             x = needed[x]
         return x
 
