@@ -139,7 +139,7 @@ def _functional(tree: Any) -> list[torch.Tensor]:
 
 
 class _Runner(fx.Interpreter):
-    """One attempt at running the graph; `failed` is the node that could not be run."""
+    """One attempt at running the graph; `failed` are the nodes that could not be run. Their results stand in so that all are found at once."""
 
     def __init__(self, gm: fx.GraphModule, examples: dict, opaque: set[fx.Node], mode: FakeTensorMode):
         super().__init__(gm, garbage_collect_values=False)
@@ -148,7 +148,7 @@ class _Runner(fx.Interpreter):
         self.wrappers: dict[fx.Node, torch.Tensor] = {}
         self.autocast: list[Any] = []
         self.modes: list[bool] = []
-        self.failed: fx.Node | None = None
+        self.failed: list[fx.Node] = []
         self.examples = examples
 
     def record(self, placeholders: list[fx.Node]) -> bool:
@@ -165,12 +165,11 @@ class _Runner(fx.Interpreter):
                 outputs = self.run(*[self.given[n] for n in placeholders], enable_io_processing=False)
                 last = next(n for n in reversed(self.module.graph.nodes) if n.op == "output")
                 self._keep(outputs, last)
-                return True
-            except Exception as error:  # whatever a user's op raises under fake tensors makes it opaque
-                if self.failed is None or self.examples[self.failed] is None:
+                return not self.failed
+            except Exception:
+                if not self.failed:
                     raise
-                log.debug("opaque: %s (%s)", self.failed.format_node(), error)
-                return False
+                return False  # what stood in for a failed node may be what went wrong
             finally:
                 for context in reversed(self.autocast):
                     context.__exit__(None, None, None)
@@ -221,9 +220,12 @@ class _Runner(fx.Interpreter):
         else:
             try:
                 out = super().run_node(n)
-            except Exception:
-                self.failed = n
-                raise
+            except Exception as error:  # whatever a user's op raises under fake tensors makes it opaque
+                if self.examples[n] is None:
+                    raise
+                log.debug("opaque: %s (%s)", n.format_node(), error)
+                self.failed.append(n)
+                out = self._wrap(self._detached(n), n)
         if n.op == "call_function" and getattr(n.target, "__name__", "") == "_enter_autocast":
             self.autocast.append(out)
         elif n.op == "call_function" and getattr(n.target, "__name__", "") == "_exit_autocast":
@@ -289,6 +291,9 @@ def normalise(gm: fx.GraphModule) -> ValueGraph | None:
                     log.info("no site is looked for: the graph changes an input that shares memory with another input")
                     return None
                 return runner.vg
-            opaque.add(runner.failed)
+            opaque.update(runner.failed)
+    except Exception as error:  # a graph that we cannot read is compiled as it is
+        log.warning("no site is looked for: the graph cannot be run under fake tensors (%s)", error)
+        return None
     finally:
         torch.random.set_rng_state(random_state)

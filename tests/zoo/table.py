@@ -89,7 +89,7 @@ _add("decoder", [
     ("jetmoe", None, {"num_key_value_heads": 2, "kv_channels": HEAD_DIM}),
     ("recurrent_gemma", None, {"num_hidden_layers": 3, "lru_width": HID, "attention_window_size": 8,
                                "num_key_value_heads": 1}),
-    ("dbrx", None, {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "attn_pdrop": 0.1, "rope_theta": 10000.0},
+    ("dbrx", None, {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "attn_pdrop": 0.0, "rope_theta": 10000.0},
                     "ffn_config": {"ffn_hidden_size": FFN, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HID}}),
     ("minimax", None, {"num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"], "block_size": 8}),
     ("longcat_flash", None, {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
