@@ -17,7 +17,7 @@ LOG2E = 1.4426950408889634
 
 KEEP_TILE = f'''@triton.jit
 def keep_tile(seed, z, i0, j0, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Dropout's decisions for rows i0… and columns j0… of batch index z: one Philox call for the 4 elements (i or i + 8, j or j + 8)."""
+    """Dropout's decisions for rows i0… and columns j0… of batch index z: one Philox call for 4 elements (+0 and +8)."""
     r = tl.arange(0, ROWS // 2)
     c = tl.arange(0, COLUMNS // 2)
     i = (i0 + r // 8 * 16 + r % 8).to(tl.uint32)[:, None]
@@ -334,7 +334,8 @@ class Loops:
         if self.partial_first:
             out.assign("full_start", f"tl.minimum(tl.maximum(tl.cdiv({text(f.full_lo)}, {block}) * {block}, start), {size})")
         else:
-            out.assign("stop", text(f.hi) if f.lo == Const(0) and f.hi == Var(size) else f"tl.maximum({text(f.hi)}, start)")
+            out.assign("stop", text(f.hi) if f.lo == Const(0) and (f.hi == Var(size) or not self.full or f.starts_full)
+                       else f"tl.maximum({text(f.hi)}, start)")
         if self.full and not self.partial_first:
             first = "start" if f.starts_full else f"tl.minimum(tl.maximum(tl.cdiv({text(f.full_lo)}, {block}) * {block}, start), stop)"
             out.assign("full_start", first)

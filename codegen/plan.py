@@ -89,11 +89,11 @@ START = {
     ("wgmma", "forward", 64): ((64, 64, 4, 3), (64, 64, 4, 2)),
     ("wgmma", "forward", 128): ((64, 64, 4, 3), (64, 64, 4, 3)),
     ("wgmma", "forward", 256): ((128, 32, 8, 3), (64, 32, 4, 2)),
-    ("wgmma", "keys", 64): ((32, 64, 4, 3), (64, 64, 4, 2)),
-    ("wgmma", "keys", 128): ((64, 64, 4, 2), (32, 64, 4, 2)),
+    ("wgmma", "keys", 64): ((64, 64, 4, 3), (64, 64, 4, 2)),
+    ("wgmma", "keys", 128): ((64, 64, 4, 2), (32, 64, 4, 3)),
     ("wgmma", "keys", 256): ((64, 32, 8, 3), (64, 32, 8, 2)),
     ("wgmma", "rows", 64): ((64, 64, 4, 2), (64, 64, 4, 2)),
-    ("wgmma", "rows", 128): ((64, 64, 4, 2), (64, 32, 4, 3)),
+    ("wgmma", "rows", 128): ((128, 64, 8, 3), (64, 32, 4, 3)),
     ("wgmma", "rows", 256): ((64, 32, 4, 2), (64, 32, 8, 2)),
     ("tcgen05", "forward", 64): ((64, 64, 4, 3), (64, 64, 8, 2)),
     ("tcgen05", "forward", 128): ((64, 64, 4, 3), (64, 64, 8, 2)),
@@ -125,11 +125,19 @@ START = {
 }
 
 
+def grouped(spec: AttentionSpec) -> bool:
+    """Do several queries' batch indices share keys and values?"""
+    return not set(spec.axes) <= spec.k | spec.v
+
+
 def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
-    """Does the score need many registers beside q . k: dropout's random words, functions, N x N loads, or a mask with two edges?"""
+    """Does the score need many registers beside q . k: dropout's random words, functions, N x N loads, a mask with two edges, or (over
+    rows) a mask and an outer loop over the queries that share the keys?"""
     if spec.dropout or any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(peel(spec.score)[0])):
         return True
     if any({"i", "j"} <= load.variables for load in spec.score.loads):
+        return True
+    if kernel == "keys" and spec.is_masked and grouped(spec):
         return True
     over = "i" if kernel == "keys" else "j"
     found = bounds(spec.visible, over)
@@ -150,10 +158,11 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     if kernel == "dense":
         start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 else (64, 64, 4, 1)
     else:
-        pieces = len(chunks(max(problem.D, problem.Dv))) if found == "mma" and kernel == "keys" else 1
-        start = START[found, kernel, step][is_heavy(spec, kernel) or pieces > 1]
+        crowded = found == "mma" and kernel == "keys" and (grouped(spec) or len(chunks(max(problem.D, problem.Dv))) > 1)
+        start = START[found, kernel, step][is_heavy(spec, kernel) or crowded]
     if found == "wgmma" and kernel == "forward" and head <= 128 and not spec.is_masked and not is_heavy(spec, kernel):
-        start = (64, 128, 4, 2) if head <= 64 else (128, 64, 4, 2) if head == 128 and problem.N % 128 == 0 else start
+        long = head == 128 and problem.N % 128 == 0 and problem.N >= 8192  # fewer passes over k and v, which no longer stay in L2
+        start = (64, 128, 4, 2) if head <= 64 else (128, 64, 4, 2) if long else start
     tried = [start]
     m, n, warps, stages = start
     while True:
@@ -195,7 +204,7 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     m, n, warps, _ = tiles
     d, dv = padded(problem.D), padded(problem.Dv)
     accumulators = {"forward": m * dv, "keys": n * (d + dv), "rows": m * d, "dense": m * n}[kernel]
-    scores = {"forward": 1.5, "keys": 2, "rows": 2, "dense": 2}[kernel] * m * n
+    scores = {"forward": 1, "keys": 2, "rows": 2, "dense": 2}[kernel] * m * n
     return (accumulators + scores) / (32 * warps)
 
 

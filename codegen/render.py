@@ -1,6 +1,7 @@
 """spec + plan -> one Python file with the kernels, the host functions, and a self-check, written to be read."""
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Sequence
 
@@ -10,7 +11,7 @@ from . import host
 from .parts import KEEP_TILE, Site
 from .plan import Plan, make_plan
 from .program import helpers
-from .writer import Writer
+from .writer import WIDTH, Writer
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
              f"{problem.dtype}" + (f" and {problem.v_dtype}" if problem.v_dtype != problem.dtype else ""))
     for p in (plan, backward):
         if p is not None:
-            out.line(f"{p.direction:<9} {p}")
+            out.lines(*textwrap.wrap(f"{p.direction:<9} {p}", WIDTH, subsequent_indent=" " * 10))
     out.line('"""')
     out.lines("import torch", "import triton", "import triton.language as tl", "")
     from_codegen = [name for name in ("empty_lse", "empty_output") if f"{name}(" in body]

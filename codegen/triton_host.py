@@ -1,6 +1,7 @@
 """Run a spec through its generated Triton kernels. Everything that can be known from a call's shapes is worked out once."""
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Sequence
 
@@ -12,6 +13,7 @@ from ..region import Problem
 from ..spec import AttentionSpec
 from . import gpu, plan
 from .descriptors import describable
+from .layout import empty_lse, empty_output
 from .load import load
 from .render import WHOLE, render
 
@@ -58,6 +60,20 @@ def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
             and (grad_out is None or describable(grad_out)))
 
 
+def _remember(table: dict, key: tuple, run) -> object:
+    """Keep what was worked out for a call's shapes; dynamic shapes must not fill the memory."""
+    if len(table) >= 4096:
+        table.clear()
+    table[key] = run
+    return run
+
+
+def _on(device: torch.device):
+    """Kernels launch on the current device: make it the operands'."""
+    other = device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if other else contextlib.nullcontext()
+
+
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
     """`launch.forward` on a GPU or in Triton's interpreter."""
     key = _key(spec, sizes, q, k, v)
@@ -66,16 +82,20 @@ def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
         problem = problem_of(spec, q, k, v, sizes)
         _check(spec, aux)
         empty = math.prod(problem.extents) * problem.M * problem.N == 0
-        found = _FORWARD[key] = _nothing if empty else module_for(
-            spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v)).forward
-    return found(q, k, v, aux, seed, sizes)
+        run = _nothing if empty else module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v)).forward
+        found = _remember(_FORWARD, key, run)
+    with _on(q.device):
+        return found(q, k, v, aux, seed, sizes)
 
 
 def _nothing(q, k, v, aux, seed, sizes):
     """No keys, or no output at all."""
-    from .layout import empty_lse, empty_output
     extents = sizes[: q.dim() - 2]
     return empty_output(extents, q.shape[-2], v).zero_(), empty_lse(extents, q.shape[-2], v).fill_(-math.inf)
+
+
+def _no_gradients(grad_out, q, k, v, aux, seed, out, lse, sizes):
+    return [None] * (3 + len(aux))
 
 
 def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs):
@@ -87,9 +107,10 @@ def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, si
     if found is None:
         problem = problem_of(spec, q, k, v, sizes)
         empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
-        found = _BACKWARD[key] = False if empty else module_for(
-            spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out)).backward
-    grads = found(grad_out, q, k, v, aux, seed, out, lse, sizes) if found else [None] * len(operands)
+        run = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out)).backward
+        found = _remember(_BACKWARD, key, run or _no_gradients)
+    with _on(q.device):
+        grads = found(grad_out, q, k, v, aux, seed, out, lse, sizes)
     result = []
     for t, need, gradient in zip(operands, needs, grads):
         if not need:

@@ -16,12 +16,15 @@ class Writer:
         self._indent = indent
 
     def line(self, text: str = "", comment: str = "") -> None:
-        """One line; the comment follows it, or stands above if it does not fit."""
+        """One line; the comment follows it, or stands above if it does not fit. A long line continues inside its brackets."""
         pad = "    " * self._indent
         if comment and len(pad) + len(text) + len(comment) + 4 > WIDTH:
             self._parts.append(f"{pad}# {comment}")
             comment = ""
-        self._parts.append(f"{pad}{text}  # {comment}" if comment and text else f"{pad}# {comment}" if comment else pad + text if text else "")
+        if comment:
+            self._parts.append(f"{pad}{text}  # {comment}" if text else f"{pad}# {comment}")
+        else:
+            self._parts.extend(folded(pad + text) if text else [""])
 
     def lines(self, *texts: str) -> None:
         for text in texts:
@@ -41,7 +44,10 @@ class Writer:
         return child
 
     def assign(self, name: str, value: str, comment: str = "") -> str:
-        self.line(f"{name} = {value}", comment)
+        text = f"{name} = {value}"
+        if len(text) + 4 * self._indent > WIDTH and not re.fullmatch(r"[\w.]+\(.*\)", value):
+            text = f"{name} = ({value})"  # brackets to continue in
+        self.line(text, comment)
         return name
 
     @property
@@ -54,6 +60,27 @@ class Writer:
                 yield from part._flat()
             else:
                 yield part
+
+
+def folded(text: str) -> list[str]:
+    """A line of code over several, broken inside brackets after an operator or a comma, as deep as the bracket."""
+    out = []
+    while len(text) > WIDTH:
+        opened: list[int] = []
+        best = None
+        for n, c in enumerate(text[: WIDTH + 1]):
+            if c in "([{":
+                opened.append(n)
+            elif c in ")]}" and opened:
+                opened.pop()
+            elif c == " " and opened and text[n - 1] in ",+&|*-" and text[n - 2: n] != "=-":
+                if best is None or len(opened) <= best[0]:
+                    best = (len(opened), n, opened[-1] + 1)
+        if best is None:
+            break
+        out.append(text[: best[1]])
+        text = " " * min(best[2], WIDTH // 2) + text[best[1] + 1:]
+    return [*out, text]
 
 
 def wrapped(head: str, items: Sequence[str], tail: str, indent: int = 0) -> list[str]:

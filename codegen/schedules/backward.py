@@ -160,7 +160,7 @@ def rows_kernel(site: Site) -> Kernel:
     out.assign("cols", "tl.arange(0, BLOCK_N)")
     out.assign("i", "i0 + rows")
     head_index(site, out, "de")
-    load_tile(site, out, "Q", "q", "(i < M)[:, None]")
+    load_tile(site, out, "Q", "q", "(i < M)[:, None]", direct=True)
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     for c in site.qk_chunks:
@@ -178,7 +178,7 @@ def rows_kernel(site: Site) -> Kernel:
 def _over_keys(site: Site, out: Writer, loads: list[Load]) -> None:
     spec = site.spec
     out.assign("z", "y" if tuple(spec.axes) == site.axes_of("q") else flatten(spec.axes))
-    load_tile(site, out, "dO", "do", "(i < M)[:, None]")
+    load_tile(site, out, "dO", "do", "(i < M)[:, None]", direct=True)
     row_pointers(out)
     load_lse2(site, out)
     out.assign("delta", "tl.load(delta_rows + i)")

@@ -27,7 +27,7 @@ class Run:
 
     def within_budget(self) -> None:
         for name in self.actual:
-            assert_within(self.actual[name], self.eager[name], self.exact[name], self.scale.get(name), name)
+            assert_within(self.actual[name], self.eager[name], self.exact[name], scale=self.scale.get(name), what=name)
 
 
 def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[str, float]:

@@ -59,8 +59,10 @@ def test_what_cannot_fit_raises():
 def test_a_plan_is_one_line():
     s, p = spec(MORE["shared_bias"]), problem("self", 128, "bfloat16", M=4096)
     assert_expected_inline(str(make_plan(spec(CORE["causal"]), p, gpu.BY_NAME["H200"], "forward")),
-                           "triton on H200: forward 64x64, 4 warps, 3 stages, 138 KiB shared, TMA (138 of 227 KiB shared memory, about 88 of 255 registers)")
-    assert_expected_inline(str(make_plan(s, p, gpu.BY_NAME["A100"], "backward")), "")
+                           "triton on H200: forward 64x64, 4 warps, 3 stages, 138 KiB shared, TMA (138 of 227 KiB shared memory, about 96 of 255 registers)")
+    assert_expected_inline(str(make_plan(s, p, gpu.BY_NAME["A100"], "backward")),
+                           "triton on A100: keys 32x64, 8 warps, 1 stages, 66 KiB shared; rows 64x32, 8 warps, 2 stages, 66 KiB shared; "
+                           "dense 64x32, 4 warps, 1 stages, 74 KiB shared (66 of 163 KiB shared memory, about 80 of 255 registers)")
 
 
 def test_rows_and_devices():
@@ -113,7 +115,8 @@ def test_a_kernel_takes_only_what_it_uses(name):
         assert {a.arg for a in function.args.args} - names == set(), function.name
         assert ast.get_docstring(function)
     assert ("keep_tile" in source.text) == bool(s.dropout)
-    assert ("tl.float64" not in source.text) and "atomic" not in source.text
+    assert "tl.float64" not in source.text and "atomic" not in source.text
+    assert max(map(len, source.text.splitlines())) <= 130
 
 
 def test_new_lengths_share_a_module(monkeypatch):
