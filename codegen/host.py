@@ -131,19 +131,16 @@ def _captured(site: Site, tensor: str, out: Writer) -> str:
     for load in (x for x in site.loads if x.name == tensor):
         dims = captured.dims_of(spec, load)
         value = buffer(site, load)
-        if {"i", "j"} <= set(dims):
-            have = list(dims)
-        else:  # a sum per batch index, per row or key: add up the axes on which the load does not depend
-            have = [d for d in dims]
+        if not {"i", "j"} <= set(dims):  # a sum per batch index, row or key: add up what the load does not depend on
             absent = [n for n, a in enumerate(spec.axes) if a not in dims]
             if not {"i", "j"} & set(dims):
-                absent.append(len(spec.axes))
+                absent.append(len(spec.axes))  # one partial sum per program
             if absent:
                 value = f"{value}.sum({tuple(absent)})"
         if captured.is_plain(spec, load):
             size = {"i": "M", "j": "N"} | {a: extent(a) for a in spec.axes}
             index = [str(a.value) if isinstance(a, Const) else f":{size[a.name]}" for a in load.index]
-            order = [have.index(a.name) for a in load.index if not isinstance(a, Const)]
+            order = [dims.index(a.name) for a in load.index if not isinstance(a, Const)]
             if order != sorted(order):
                 value = f"{value}.permute({', '.join(map(str, order))})"
             out.line(f"{name}[{', '.join(index) or '...'}] += {value}", f"{load}")
