@@ -297,7 +297,7 @@ def _text(e: Expr, level: int) -> str:
     if e == QK:
         return "qk"
     if isinstance(e, Load):
-        return f"{e.name}[{', '.join(_text(a, 0) for a in e.index)}]"
+        return f"{e.name}[{', '.join(_text(a, 0) for a in e.index) or '()'}]"
     row = e.row
     if row.infix is None:
         return f"{row.name}({', '.join(_text(a, 0) for a in e.args)})"

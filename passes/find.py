@@ -30,6 +30,11 @@ def softmax_of(v: Value) -> tuple[Value, int] | None:
         return v.args[0], v.args[1] % max(len(v.shape), 1)
     if v.name == "exp.default" and v.args[0].name == "_log_softmax.default":
         return v.args[0].args[0], v.args[0].args[1] % len(v.shape)
+    if v.name == "exp.default" and v.args[0].name == "sub.Tensor" and isinstance(v.args[0].args[1], Value):
+        x, total = v.args[0].args[:2]
+        if total.name == "logsumexp.default" and total.args[0] is x and total.argument(2, "keepdim", False) and len(total.args[1]) == 1 \
+                and v.grad == total.grad:
+            return x, total.args[1][0] % len(v.shape)
     if v.name == "div.Tensor" and isinstance(v.args[1], Value):
         top, bottom = _same_values(v.args[0]), v.args[1]
         while bottom.name == "expand.default" or is_rounding(bottom):
@@ -76,8 +81,9 @@ def carries(v: Value) -> bool:
     return v.name in VIEWS or v.name in BY_ATEN or v.name in CASTS or v.name in DROPOUTS or (v.name in COMPUTED and v.name not in PRODUCTS)
 
 
-_REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "native_layer_norm.default", "max.dim", "amax.default")
-"""On the way from the first product to the softmax these forbid the rewrite; the site is found all the same, to be refused with a reason."""
+_REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "native_layer_norm.default", "max.dim", "amax.default", "nan_to_num.default",
+              "round.default")
+"""Between the two products these forbid the rewrite; the site is found all the same, to be refused with a reason."""
 
 
 def has_product_above(v: Value) -> bool:
@@ -106,7 +112,7 @@ def _products_below(vg: ValueGraph, v: Value) -> list[tuple[Value, int]]:
                 for side, position in enumerate(PRODUCTS[user.name]):
                     if user.args[position] is x:
                         found.append((user, side))
-            elif carries(user) and softmax_of(user) is None:
+            elif (carries(user) or user.name in _REORDERED) and softmax_of(user) is None:
                 todo.append(user)
     return sorted(set(found), key=lambda f: (f[0].number, f[1]))
 

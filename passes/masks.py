@@ -204,7 +204,8 @@ def above(term: Expr, bound: float) -> Expr:
 def could_hide(term: Expr, puller: Puller) -> bool:
     """May a term be so negative for some keys that it hides them? A slope per head, times a distance, hides none."""
     return any(isinstance(x, Const) and x.kind == FLOAT and abs(x.value) >= -HIDING_FILL for x in term.leaves) \
-        or any(isinstance(x, Call) and x.op in ("log", "log2", "log1p", "reciprocal") for x in walk(term)) \
+        or any(isinstance(x, Call) and x.op in ("log", "log2", "log1p", "reciprocal") and any(load.kind != FLOAT for load in x.loads)
+               for x in walk(term)) \
         or any(load.kind == FLOAT and "j" in load.variables and _could_hold_fills(puller.loads[load.name], puller.constants)
                for load in term.loads)
 
@@ -227,12 +228,16 @@ def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool
                 return True
         elif x.name in PRODUCTS:  # what a product yields is no mask
             continue
-        elif x.name.startswith(("log", "reciprocal")):
+        elif x.name.startswith(("log", "reciprocal", "div.Tensor")) and _depends_on_inputs(x):
             return True
         elif x.name not in VIEWS and any(isinstance(a, (int, float)) and abs(a) >= -HIDING_FILL for a in x.args):
             return True
         todo.extend(y for y in x.inputs if y.dtype.is_floating_point)
     return False
+
+
+def _depends_on_inputs(v: Value) -> bool:
+    return v.op is None and v.owner is not None and v.owner.op != "get_attr" or any(_depends_on_inputs(x) for x in v.inputs)
 
 
 # ---------------------------------------------------------------------------------------------------- normal form

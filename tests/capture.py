@@ -12,7 +12,7 @@ from .budget import assert_within, largest
 
 def rand(*shape, grad: bool = True, dtype=torch.float32, seed: int | None = None) -> torch.Tensor:
     g = torch.Generator().manual_seed(sum(shape) * 31 + len(shape) if seed is None else seed)
-    return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_(grad)
+    return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_(grad)
 
 
 def keep(*shape, p: float = 0.7) -> torch.Tensor:

@@ -184,7 +184,7 @@ def one_minus_the_weights(q, k, v):
     return (1 - scores(q, k).softmax(-1)) @ v
 
 
-@row(None)
+@row(CHANGED.format("round"))
 def weights_rounded(q, k, v):
     return (scores(q, k) * 9).softmax(-1).round() @ v
 
@@ -203,6 +203,16 @@ def weights_of_permuted_heads(q, k, v):
 def weights_scaled(q, k, v):
     p = scores(q, k).softmax(-1)
     return (p / 0.5) @ v
+
+
+@row(CHANGED.format("roll"))
+def weights_rolled(q, k, v):
+    return scores(q, k).softmax(-1).roll(1, -1) @ v
+
+
+@row(CHANGED.format("nan_to_num"))
+def empty_rows_repaired(q, k, v):
+    return scores(q, k).softmax(-1).nan_to_num() @ v
 
 
 @row("one dropout is repeated along an axis of the attention", lambda: (rand(B, 1, M, D), rand(B, 1, N, D), rand(B, H, N, D)))

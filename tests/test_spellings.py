@@ -57,6 +57,7 @@ SOFTMAX = {
     "float32 and back": lambda s: F.softmax(s, dim=-1, dtype=torch.float32).to(s.dtype),
     "upcast scores": lambda s: s.float().softmax(-1).type_as(s),
     "exp of log_softmax": lambda s: F.log_softmax(s, -1).exp(),
+    "exp of the difference": lambda s: torch.exp(s - torch.logsumexp(s, -1, keepdim=True)),
     "written out": _written_out,
     "written out, detached maximum": lambda s: (lambda e: e / e.sum(-1, keepdim=True))(torch.exp(s - s.max(-1, keepdim=True).values.detach())),
     "of shifted scores": lambda s: F.softmax(s + 3.0, -1),
