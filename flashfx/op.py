@@ -69,24 +69,36 @@ def _setup(ctx, inputs, output):
     ctx.sizes, ctx.spec = sizes, spec
 
 
+class _Once(torch.autograd.Function):
+    """Gradients that a graph is recorded of (create_graph=True): they have the right values and no derivative."""
+
+    @staticmethod
+    def forward(ctx, compute, *operands):
+        return tuple(compute())
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise FlashFXError("flashfx::attention has no second derivative: compile with options={'disable': True} to take one")
+
+
 def _gradients(ctx, grad_out, grad_lse):
     q, k, v, seed, out, lse, *aux = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     wants_aux = wanted[3] if isinstance(wanted[3], (list, tuple)) else [bool(wanted[3])] * len(aux)
     needs = [bool(w) for w in wanted[:3]] + [bool(w) and t.is_floating_point() for w, t in zip(wants_aux, aux)]
-    grads = torch.ops.flashfx.attention_backward(grad_out, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs)
+
+    def compute():
+        return torch.ops.flashfx.attention_backward(grad_out, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs)
+
+    recorded = torch.is_grad_enabled() and grad_out.requires_grad
+    grads = _Once.apply(compute, grad_out, q, k, v, *aux) if recorded else compute()
     given = [g if need else None for g, need in zip(grads, needs)]  # the tree of the inputs, lists included
-    return given[0], given[1], given[2], given[3:], None, [None] * len(ctx.sizes), None
+    # PyTorch takes an empty list for a list of tensors, a list of ints for one leaf
+    return given[0], given[1], given[2], given[3:], None, None if ctx.sizes else [], None
 
 
 torch.library.register_autograd("flashfx::attention", _gradients, setup_context=_setup, lib=_library)
 
-
-def _no_second_derivative(ctx, *grads):
-    raise FlashFXError("flashfx::attention has no second derivative: compile with options={'disable': True} to take one")
-
-
-torch.library.register_autograd("flashfx::attention_backward", _no_second_derivative, lib=_library)
 
 sac_save_ops = [torch.ops.flashfx.attention.default]
 """For selective activation checkpointing policies: the op that replaces the aten SDPA ops in a save list."""

@@ -79,7 +79,7 @@ def test_dropout_is_finite_and_follows_the_seed(name, attn):
         assert torch.equal(t, second[n]), n
 
 
-@pytest.mark.parametrize("name", ("bert", "llama", "t5", "vit"))
+@pytest.mark.parametrize("name", ("bert", "llama", "t5", "vit", "xlm"))
 def test_dynamic_shapes(name):
     check(entry(name), dynamic=True, inner="eager")
 
