@@ -161,7 +161,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
         crowded = found == "mma" and kernel == "keys" and (grouped(spec) or len(chunks(max(problem.D, problem.Dv))) > 1)
         start = START[found, kernel, step][is_heavy(spec, kernel) or crowded]
     if found == "wgmma" and kernel == "forward" and head <= 128 and not spec.is_masked and not is_heavy(spec, kernel):
-        long = head == 128 and problem.N % 128 == 0 and problem.N >= 8192  # fewer passes over k and v, which no longer stay in L2
+        long = head == 128 and problem.N % 128 == 0 and problem.N >= 2048  # half the passes over k and v: sustained, less power
         start = (64, 128, 4, 2) if head <= 64 else (128, 64, 4, 2) if long else start
     tried = [start]
     m, n, warps, stages = start

@@ -16,6 +16,7 @@ from .descriptors import describable
 from .layout import empty_lse, empty_output
 from .load import load
 from .render import WHOLE, render
+from .repeat import group, repeat_launches
 
 _FORWARD: dict[tuple, object] = {}
 _BACKWARD: dict[tuple, object] = {}
@@ -40,6 +41,7 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
+        repeat_launches(_MODULES[key])
     return _MODULES[key]
 
 
@@ -54,6 +56,10 @@ def _key(spec, sizes, *operands: torch.Tensor) -> tuple:
     return (spec, *layout, operands[0].device, tuple(sizes), plan.matmul_precision(), tuple(plan.OVERRIDE.items()))
 
 
+def _given(seed: torch.Tensor | None) -> tuple:
+    return () if seed is None else (seed,)
+
+
 def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
     operands = [("q", q), ("k", k), ("v", v)]
     return (all(describable(t, [not present for present in spec.present(name)]) for name, t in operands)
@@ -61,11 +67,11 @@ def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
 
 
 def _remember(table: dict, key: tuple, run) -> object:
-    """Keep what was worked out for a call's shapes; dynamic shapes must not fill the memory."""
+    """Keep what was worked out for a call's shapes, with its compiled kernels; dynamic shapes must not fill the memory."""
     if len(table) >= 4096:
         table.clear()
-    table[key] = run
-    return run
+    table[key] = run, {}
+    return table[key]
 
 
 def _on(device: torch.device):
@@ -76,7 +82,7 @@ def _on(device: torch.device):
 
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
     """`launch.forward` on a GPU or in Triton's interpreter."""
-    key = _key(spec, sizes, q, k, v)
+    key = _key(spec, sizes, q, k, v, *aux, *_given(seed))
     found = _FORWARD.get(key)
     if found is None:
         problem = problem_of(spec, q, k, v, sizes)
@@ -84,8 +90,9 @@ def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
         empty = math.prod(problem.extents) * problem.M * problem.N == 0
         run = _nothing if empty else module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v)).forward
         found = _remember(_FORWARD, key, run)
-    with _on(q.device):
-        return found(q, k, v, aux, seed, sizes)
+    run, known = found
+    with _on(q.device), group(known):
+        return run(q, k, v, aux, seed, sizes)
 
 
 def _nothing(q, k, v, aux, seed, sizes):
@@ -102,15 +109,16 @@ def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, si
     """`launch.backward` on a GPU or in Triton's interpreter."""
     operands = (q, k, v, *aux)
     needs = tuple(bool(n) for n in needs)
-    key = (needs, *_key(spec, sizes, q, k, v, grad_out))
+    key = (needs, *_key(spec, sizes, q, k, v, grad_out, *aux, *_given(seed)))
     found = _BACKWARD.get(key)
     if found is None:
         problem = problem_of(spec, q, k, v, sizes)
         empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
         run = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out)).backward
         found = _remember(_BACKWARD, key, run or _no_gradients)
-    with _on(q.device):
-        grads = found(grad_out, q, k, v, aux, seed, out, lse, sizes)
+    run, known = found
+    with _on(q.device), group(known):
+        grads = run(grad_out, q, k, v, aux, seed, out, lse, sizes)
     result = []
     for t, need, gradient in zip(operands, needs, grads):
         if not need:
