@@ -48,3 +48,9 @@ def size_hint(shape_env, expression) -> int:
     """A representative value of a symbolic size; adds no guard."""
     hint = getattr(shape_env, "optimization_hint", None)  # torch 2.12 on; size_hint before
     return int(hint(expression, fallback=1024) if hint is not None else shape_env.size_hint(expression, allow_none=True) or 1024)
+
+
+def launch_hooked() -> bool:
+    """Is somebody (a profiler) watching Triton's launches?"""
+    from triton import knobs
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)

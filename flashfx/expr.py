@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Callable, Iterable, Iterator
 
@@ -58,8 +58,8 @@ class Expr:
         return to_text(self)
 
 
-def _cached_hash(cls):
-    """Trees share subtrees: hash each node once."""
+def cached_hash(cls):
+    """Class decorator: hash each (frozen) value once; trees share subtrees and every launch looks a spec up."""
     structural = cls.__hash__
 
     def __hash__(self):
@@ -68,11 +68,14 @@ def _cached_hash(cls):
             value = self.__dict__["_hash"] = structural(self)
         return value
 
-    cls.__hash__ = __hash__
+    def __getstate__(self):  # no cached values: hashes of strings differ between processes
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    cls.__hash__, cls.__getstate__ = __hash__, __getstate__
     return cls
 
 
-@_cached_hash
+@cached_hash
 @dataclass(frozen=True, repr=False)
 class Const(Expr):
     value: bool | int | float
@@ -93,7 +96,7 @@ class Const(Expr):
         return (self.kind, repr(self.value))
 
 
-@_cached_hash
+@cached_hash
 @dataclass(frozen=True, repr=False)
 class Var(Expr):
     name: str
@@ -108,7 +111,7 @@ class _Dot(Expr):
 QK = _Dot()
 
 
-@_cached_hash
+@cached_hash
 @dataclass(frozen=True, repr=False)
 class Load(Expr):
     """`name[index...]`: one element of a captured tensor of element kind `kind`."""
@@ -121,7 +124,7 @@ class Load(Expr):
         return self.index
 
 
-@_cached_hash
+@cached_hash
 @dataclass(frozen=True, repr=False)
 class Call(Expr):
     """An op row applied to arguments. Build with `call`, which folds constants and checks kinds."""

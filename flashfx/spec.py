@@ -25,7 +25,7 @@ import functools
 from dataclasses import dataclass
 
 from .errors import SpecError
-from .expr import BOOL, FLOAT, INT, QK, TRUE, Expr, Load, parse as parse_expr
+from .expr import BOOL, FLOAT, INT, QK, TRUE, Expr, Load, cached_hash, parse as parse_expr
 
 HIDING_FILL = -6.0e4
 """Fills at or below this hide a key (float16's finfo.min is -65504); -1e4 and the like stay ordinary score terms."""
@@ -47,6 +47,7 @@ class Aux:
     rank: int
 
 
+@cached_hash
 @dataclass(frozen=True)
 class AttentionSpec:
     """See the module's docstring.

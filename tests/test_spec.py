@@ -1,7 +1,9 @@
 """The spec as a value: text and back, what it refuses, and two oracles that agree."""
 from __future__ import annotations
 
+import dataclasses
 import math
+import pickle
 
 import pytest
 import torch
@@ -50,6 +52,7 @@ SPECS = [
 def test_specs_print_and_parse_back(spec):
     assert AttentionSpec.parse(str(spec)) == spec
     assert hash(AttentionSpec.parse(str(spec))) == hash(spec)
+    assert "_hash" in spec.__dict__ and "_hash" not in pickle.loads(pickle.dumps(spec)).__dict__, "hashes are of one process"
 
 
 @pytest.mark.parametrize("make, text", [
@@ -115,8 +118,8 @@ def test_flex_attention_agrees_with_the_reference(spec):
     found = flex_attention(flat(q, M), flat(k, N), flat(v, N), score_mod=score_mod, block_mask=block, scale=1.0)
     empty = torch.zeros(B, H, M, dtype=torch.bool)
     if spec.is_masked:
-        seen = reference(AttentionSpec(**{**spec.__dict__, "score": QK, "empty_row": EmptyRow.ZERO, "empty_over": TRUE}),
-                         q * 0, k, torch.ones_like(v), aux, sizes)
+        plain = dataclasses.replace(spec, score=QK, empty_row=EmptyRow.ZERO, empty_over=TRUE)
+        seen = reference(plain, q * 0, k, torch.ones_like(v), aux, sizes)
         empty = (seen[..., 0] == 0).reshape(B, H, M)
     difference = (found - expected.reshape(found.shape)).masked_fill(empty[..., None], 0.0)
     assert difference.abs().max() < 1e-5

@@ -8,6 +8,7 @@ import argparse
 import gc
 import subprocess
 import sys
+import time
 
 import torch
 
@@ -60,13 +61,24 @@ def gpt2(batch: int = 16, length: int = 1024) -> None:
         del model, fn
 
 
-def attention(lengths: list[int]) -> None:
+def host_us(run, repeats: int = 50) -> float:
+    """Host time of a call, without waiting for the device."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent / repeats * 1e6
+
+
+def attention(lengths: list[int], sizes: list[int]) -> None:
     """16k tokens, hidden size 2048, bf16; TFLOP/s as in FlashAttention-2, section 4.1."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     flex = torch.compile(flex_attention, dynamic=False)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     print(f"bf16 8192^3 matrix product: {2 * 8192**3 / median_ms(lambda: a @ a, 20) / 1e9:.0f} TFLOP/s  [{clocks()}]")
-    print("  d causal     N   flex fwd  ours fwd  ratio   flex f+b  ours f+b  ratio   (TFLOP/s)")
+    print("  d causal     N   flex fwd  ours fwd  ratio   flex f+b  ours f+b  ratio   (TFLOP/s)  host us of ours, fwd and f+b")
 
     def causal_attention(q, k, v):
         s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -76,7 +88,7 @@ def attention(lengths: list[int]) -> None:
     def full_attention(q, k, v):
         return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
-    for d in (64, 128):
+    for d in sizes:
         for causal in (False, True):
             for n in lengths:
                 torch._dynamo.reset()
@@ -94,8 +106,11 @@ def attention(lengths: list[int]) -> None:
                     def both():
                         torch.autograd.grad(fn(), (q, k, v), do)
                     row.append((flops / forward / 1e9, 3.5 * flops / median_ms(both, 20) / 1e9))
+                with torch.no_grad():
+                    host = host_us(lambda: ours(q, k, v))
                 (ff, fb), (of, ob) = row
-                print(f"{d:>3} {'yes' if causal else 'no':<6}{n:>6}   {ff:8.0f}  {of:8.0f}  {of / ff:5.2f}   {fb:8.0f}  {ob:8.0f}  {ob / fb:5.2f}", flush=True)
+                print(f"{d:>3} {'yes' if causal else 'no':<6}{n:>6}   {ff:8.0f}  {of:8.0f}  {of / ff:5.2f}   {fb:8.0f}  {ob:8.0f}  {ob / fb:5.2f}"
+                      f"                {host:6.0f} {host_us(both):6.0f}", flush=True)
     print(f"[{clocks()}]")
 
 
@@ -103,12 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["gpt2", "attention"])
     parser.add_argument("--lengths", default="1024,4096,16384")
+    parser.add_argument("--sizes", default="64,128", help="head sizes")
     options = parser.parse_args(argv)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if "gpt2" in options.what:
         gpt2()
     if "attention" in options.what:
-        attention([int(n) for n in options.lengths.split(",")])
+        attention(*([int(n) for n in given.split(",")] for given in (options.lengths, options.sizes)))
     return 0
 
 
