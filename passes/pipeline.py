@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from flashfx.errors import VerifyError
 from flashfx.region import Refusal, Region
 
 from .check import check
@@ -60,6 +61,10 @@ def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Ref
             for site in found if site.weights is not None and site.weights in needed}
 
 
+def _fault(error: Exception) -> Refused:
+    return Refused(f"internal error ({type(error).__name__}: {error})", hint="please report this with the model and the log")
+
+
 def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, label: str = "graph") -> list[Region]:
     """Rewrite `gm` (a Dynamo graph) in place, bodies of higher-order ops included. Returns one Region per site."""
     regions: list[Region] = []
@@ -85,6 +90,11 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
                 log.warning("%s: %s", site.out.owner.name, skipped)
         except Refused as why:
             refusals[site] = _refusal(stage, site, why)
+        except VerifyError:
+            raise
+        except Exception as error:  # a fault of ours must not stop a user's compilation
+            log.warning("%s: %s failed", site.out.owner.name, stage, exc_info=True)
+            refusals[site] = _refusal(stage, site, _fault(error))
     _drop(found, refusals, "check", vg)
     unread = {n for n in gm.graph.nodes if not n.users}
     seeds: dict = {}

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from typing import Callable
 
+import torch
+
 from .index import Affine, Index, Size, at_least, same, size, through_view
 from .values import Value
 
@@ -88,7 +90,7 @@ def _slice(v, x, extents):
 def _split(v, x, extents):
     d = _dim(v.argument(2, "dim", 0), len(x))
     sections = v.args[1]
-    before = sections * v.out if isinstance(sections, int) else sum(sections[: v.out])
+    before = sections * v.out if isinstance(sections, (int, torch.SymInt)) else sum(sections[: v.out])
     return x[:d] + (x[d] + size(before),) + x[d + 1:]
 
 
