@@ -95,6 +95,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         except Exception as error:  # a fault of ours must not stop a user's compilation
             log.warning("%s: %s failed", site.out.owner.name, stage, exc_info=True)
             refusals[site] = _refusal(stage, site, _fault(error))
+            found.pop(site, None)
     _drop(found, refusals, "check", vg)
     unread = {n for n in gm.graph.nodes if not n.users}
     seeds: dict = {}
