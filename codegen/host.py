@@ -59,13 +59,17 @@ def forward_function(site: Site, kernel: Kernel) -> str:
 
 def backward_function(site: Site, found: dict[str, Kernel]) -> str:
     spec, out = site.spec, Writer()
-    with out.block("def backward(grad_out, q, k, v, aux, seed, out, lse, sizes):"):
+    extra = "" if site.loads else ", grad_lse=None"
+    with out.block(f"def backward(grad_out, q, k, v, aux, seed, out, lse, sizes{extra}):"):
         out.line('"""Gradients of (q, k, v, *aux), as flashfx.codegen.launch.backward; None where none was asked for."""')
         _unpack(site, out)
         out.line(f"padded = triton.cdiv(M, {PADDING}) * {PADDING}")
         shape = _shape([*(extent(a) for a in spec.axes), "padded"])
         out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
         found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
+        if not site.loads:
+            with out.block("if grad_lse is not None:"):
+                out.line("delta[..., :M] -= grad_lse", "d lse / d score = p: what reaches lse adds p * grad_lse to ds")
         if site.averages:
             out.line("averaging = (lse >= MEAN_ROW).any(-1).to(torch.int32)", "batch indices with rows that average v")
         results = ["None"] * 3

@@ -10,8 +10,10 @@ from typing import Sequence
 
 import torch
 
+from ..errors import PlanError
 from ..spec import AttentionSpec
 from . import torch_tiled
+from .captured import differentiable_loads
 from ..compat import interpreting
 
 
@@ -38,12 +40,16 @@ def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: tor
 
 
 def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, out, lse,
-             sizes: Sequence[int], needs: Sequence[bool]) -> list[torch.Tensor]:
+             sizes: Sequence[int], needs: Sequence[bool],
+             grad_lse: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Gradients of (q, k, v, *aux), each of its operand's shape and dtype, contiguous; an empty tensor where `needs` is False.
 
-    Deterministic. `out` and `lse` are forward's results; grad_out has out's shape and any strides.
+    Deterministic. `out` and `lse` are forward's results; grad_out has out's shape and any strides. grad_lse (lse's shape) is the
+    gradient of the log-sum-exp, None where nothing reads it; raises PlanError for it beside gradients of captured tensors.
     """
+    if grad_lse is not None and differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:]))):
+        raise PlanError("a gradient of the log-sum-exp beside gradients of captured tensors is not supported")
     if uses_triton(q, k, v):
         from .triton_host import run_backward
-        return run_backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs)
-    return torch_tiled.backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs)
+        return run_backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse)
+    return torch_tiled.backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=grad_lse)

@@ -140,7 +140,7 @@ def _sum_to(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs: Sequence[bool],
-             tiles: tuple[int, int] | None = None) -> list[torch.Tensor]:
+             tiles: tuple[int, int] | None = None, grad_lse: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Gradients of (q, k, v, *aux) as `flashfx.codegen.launch.backward`."""
     site = _Site(spec, q, k, v, aux, seed, sizes, tiles)
     operands = [q, k, v, *aux]
@@ -154,6 +154,8 @@ def backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes,
         g = grad_out[..., rows, :].to(site.dtype)
         row_lse = lse[..., rows].to(site.dtype).unsqueeze(-1)
         delta = (g * out[..., rows, :].to(site.dtype)).nan_to_num(0.0).sum(-1, keepdim=True)
+        if grad_lse is not None:  # d lse / d score = p
+            delta = delta - grad_lse[..., rows].to(site.dtype).unsqueeze(-1)
         averaging = row_lse >= MEAN_ROW
         row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # an empty row: every weight is 0
         has_mean = site.averages and bool(averaging.any())

@@ -101,11 +101,11 @@ def _nothing(q, k, v, aux, seed, sizes):
     return empty_output(extents, q.shape[-2], v).zero_(), empty_lse(extents, q.shape[-2], v).fill_(-math.inf)
 
 
-def _no_gradients(grad_out, q, k, v, aux, seed, out, lse, sizes):
+def _no_gradients(grad_out, q, k, v, aux, seed, out, lse, sizes, grad_lse=None):
     return [None] * (3 + len(aux))
 
 
-def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs):
+def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None):
     """`launch.backward` on a GPU or in Triton's interpreter."""
     operands = (q, k, v, *aux)
     needs = tuple(bool(n) for n in needs)
@@ -118,7 +118,7 @@ def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, si
         found = _remember(_BACKWARD, key, run or _no_gradients)
     run, known = found
     with _on(q.device), group(known):
-        grads = run(grad_out, q, k, v, aux, seed, out, lse, sizes)
+        grads = run(grad_out, q, k, v, aux, seed, out, lse, sizes, *([] if grad_lse is None else [grad_lse]))
     result = []
     for t, need, gradient in zip(operands, needs, grads):
         if not need:

@@ -19,7 +19,7 @@ from .spec import AttentionSpec
 
 _library = torch.library.Library("flashfx", "DEF")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] sizes, str spec) -> (Tensor, Tensor)")
-_library.define("attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, Tensor out, "
+_library.define("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, Tensor out, "
                 "Tensor lse, SymInt[] sizes, str spec, bool[] needs) -> Tensor[]")
 
 
@@ -38,10 +38,10 @@ def _attention(q, k, v, aux, seed, sizes, spec):
     return forward(parsed, q, k, v, aux, seed, [*_extents(parsed, q, k, v), *sizes])
 
 
-def _attention_backward(grad_out, q, k, v, aux, seed, out, lse, sizes, spec, needs):
+def _attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs):
     from .codegen.launch import backward
     parsed = AttentionSpec.parse(spec)
-    return backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(parsed, q, k, v), *sizes], needs)
+    return backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(parsed, q, k, v), *sizes], needs, grad_lse)
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -57,14 +57,14 @@ def _attention_fake(q, k, v, aux, seed, sizes, spec):
 
 
 @torch.library.register_fake("flashfx::attention_backward", lib=_library)
-def _attention_backward_fake(grad_out, q, k, v, aux, seed, out, lse, sizes, spec, needs):
+def _attention_backward_fake(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs):
     return [t.new_empty(t.shape if need else (0,)) for t, need in zip((q, k, v, *aux), needs)]
 
 
 def _setup(ctx, inputs, output):
     q, k, v, aux, seed, sizes, spec = inputs
     out, lse = output
-    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, seed, out, lse, *aux)
     ctx.sizes, ctx.spec = sizes, spec
 
@@ -87,11 +87,14 @@ def _gradients(ctx, grad_out, grad_lse):
     wants_aux = wanted[3] if isinstance(wanted[3], (list, tuple)) else [bool(wanted[3])] * len(aux)
     needs = [bool(w) for w in wanted[:3]] + [bool(w) and t.is_floating_point() for w, t in zip(wants_aux, aux)]
 
-    def compute():
-        return torch.ops.flashfx.attention_backward(grad_out, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
 
-    recorded = torch.is_grad_enabled() and grad_out.requires_grad
-    grads = _Once.apply(compute, grad_out, q, k, v, *aux) if recorded else compute()
+    def compute():
+        return torch.ops.flashfx.attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs)
+
+    recorded = torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in (grad_out, grad_lse))
+    grads = _Once.apply(compute, grad_out, grad_lse, q, k, v, *aux) if recorded else compute()
     given = [g if need else None for g, need in zip(grads, needs)]  # the tree of the inputs, lists included
     # PyTorch takes an empty list for a list of tensors, a list of ints for one leaf
     return given[0], given[1], given[2], given[3:], None, None if ctx.sizes else [], None

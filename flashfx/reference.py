@@ -80,6 +80,17 @@ def reference(spec: AttentionSpec, q, k, v, aux=(), sizes=(), keep: torch.Tensor
     return (p @ v).expand(*extents, M, v.shape[-1])
 
 
+def log_sum_exp(spec: AttentionSpec, q, k, aux=(), sizes=(), dtype=torch.float64):
+    """log sum_j exp(score) over the visible keys, (*extents, M) in `dtype`, differentiable; -inf for a row without any."""
+    M, N = q.shape[-2], k.shape[-2]
+    extents = list(sizes[: len(spec.axes)])
+    env = index_grid(spec, sizes, M, N, q.device)
+    tensors = {a.name: t for a, t in zip(spec.aux, aux)}
+    s = evaluate(spec.score, env, tensors, q.to(dtype) @ k.to(dtype).transpose(-1, -2), dtype).expand(*extents, M, N)
+    visible = evaluate(spec.visible, env, tensors, None, dtype).expand(s.shape)
+    return torch.logsumexp(s.masked_fill(~visible, -math.inf), -1)
+
+
 def to_flex(spec: AttentionSpec, aux: Sequence[torch.Tensor] = (), sizes: Sequence[int] = ()):
     """A function (M, N) -> (score_mod, mask_mod) for `torch.nn.attention.flex_attention`; mask_mod is None without a mask.
 

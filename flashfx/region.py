@@ -62,6 +62,7 @@ class Region:
     called: bool = False
     spec: AttentionSpec | None = None
     captured: tuple[str, ...] = ()
+    sink: str = ""
     problem: Problem | None = None
     refusal: Refusal | None = None
 

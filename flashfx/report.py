@@ -76,6 +76,8 @@ class SiteReport:
         if not self.fused:
             return str(self.refusal).splitlines()
         out = str(self.spec).splitlines()
+        if self.region.sink:
+            out.append(f"sink    out * sigmoid(lse - sink), sink is {self.region.sink}")
         p = self.region.problem
         extents = ", ".join(f"{a} = {n}" for a, n in zip(self.spec.axes, p.extents))
         heads = f"head size {p.D}" if p.D == p.Dv else f"head sizes {p.D} (q, k) and {p.Dv} (v)"

@@ -36,14 +36,14 @@ def softmax_of(v: Value) -> tuple[Value, int] | None:
                 and v.grad == total.grad:
             return x, total.args[1][0] % len(v.shape)
     if v.name == "div.Tensor" and isinstance(v.args[1], Value):
-        top, bottom = _same_values(v.args[0]), v.args[1]
+        top, bottom = same_values(v.args[0]), v.args[1]
         while bottom.name == "expand.default" or is_rounding(bottom):
             bottom = bottom.args[0]
-        if top.name == "exp.default" and bottom.name == "sum.dim_IntList" and _same_values(bottom.args[0]) is top \
+        if top.name == "exp.default" and bottom.name == "sum.dim_IntList" and same_values(bottom.args[0]) is top \
                 and v.grad == top.grad == bottom.grad \
                 and bottom.argument(2, "keepdim", False) and len(bottom.args[1]) == 1:
             dim = bottom.args[1][0] % len(v.shape)
-            return _unshifted(top.args[0], dim), dim
+            return unshifted(top.args[0], dim), dim
     return None
 
 
@@ -55,21 +55,21 @@ def is_rounding(v: Value) -> bool:
     return v.name in CASTS and v.dtype in _ROUNDED and v.args[0].dtype in _ROUNDED
 
 
-def _same_values(v: Value) -> Value:
+def same_values(v: Value) -> Value:
     """`v` before copies and rounding. Not before a detach: what it yields has the value but not the gradient."""
     while v.name in ("clone.default", "alias.default") or is_rounding(v):
         v = v.args[0]
     return v
 
 
-def _unshifted(v: Value, dim: int) -> Value:
+def unshifted(v: Value, dim: int) -> Value:
     """before -> after: x - amax(x, dim, keepdim=True) -> x, to which softmax is blind."""
     if v.name == "sub.Tensor" and isinstance(v.args[1], Value):
         peak = v.args[1]
         while peak.name in ("detach.default", "expand.default", "alias.default"):
             peak = peak.args[0]
         of_max = peak.name in ("amax.default", "max.dim") and peak.out == 0
-        if of_max and _same_values(peak.args[0]) is _same_values(v.args[0]) and peak.argument(2, "keepdim", False):
+        if of_max and same_values(peak.args[0]) is same_values(v.args[0]) and peak.argument(2, "keepdim", False):
             dims = peak.args[1] if isinstance(peak.args[1], (list, tuple)) else [peak.args[1]]
             if [d % len(v.shape) for d in dims] == [dim]:
                 return v.args[0]

@@ -14,7 +14,7 @@ import torch
 from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
 from flashfx.spec import AttentionSpec, Aux, EmptyRow
 
-from .find import DROPOUTS, Site, carries, has_product_above, is_rounding, softmax_of
+from .find import DROPOUTS, Site, carries, has_product_above, is_rounding, same_values, softmax_of, unshifted
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
 from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms
@@ -29,7 +29,11 @@ BATCH_NAMES = ("b", "h", "g", "x", "y", "z")
 
 @dataclass
 class Lifted:
-    """What lift found. Operand candidates are ordered from the farthest source; `transposed`: out is (…, Dv, M)."""
+    """What lift found. Operand candidates are ordered from the farthest source.
+
+    sink    a further score of each row that takes part in the softmax only (an attention sink): with w the weight exp(sink), the
+            output is the spec's times sum exp(s) / (sum exp(s) + w) = sigmoid(lse - sink)
+    """
 
     spec: AttentionSpec
     q: list[Operand]
@@ -42,6 +46,7 @@ class Lifted:
     dims: tuple[str, ...]
     random: tuple | None = None
     product: Value | None = None
+    sink: list[Operand] | None = None
 
 
 @dataclass
@@ -121,25 +126,48 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     scores, dim = softmax_of(site.weights)
     over = at[dim]
     if not (over.single == "j" or same(n, 1) and not over.terms and over.constant == 0):
-        if over.terms and over.single is None and "j" in over.axes:
+        if over.terms and over.single is None and "j" in over.axes and _sink(site.weights, over, n) is None:
             raise Refused("the softmax and the second product see different keys", site.weights,
                           "weights that are cut, strided or mixed with other axes after the softmax are not supported")
-        raise Refused(f"the softmax runs over dim {dim}, the second product sums over another axis", site.weights,
-                      "this is attention only if the softmax normalises over the keys")
-    if over.single == "j" and not same(own := size(site.weights.shape[dim]), n):
+        if _sink(site.weights, over, n) is None:
+            raise Refused(f"the softmax runs over dim {dim}, the second product sums over another axis", site.weights,
+                          "this is attention only if the softmax normalises over the keys")
+    sink = _sink(site.weights, over, n)
+    if sink is not None:
+        scores, column = sink
+    elif over.single == "j" and not same(own := size(site.weights.shape[dim]), n):
         raise Refused(f"the softmax normalises over {own} elements, the second product sums over {n} of them", site.weights,
-                      "an extra column (an attention sink) that takes part in the softmax only is not supported yet")
-    if any("j" in a.axes for d, a in enumerate(at) if d != dim) or not same(size(site.weights.shape[dim]), n):
+                      "only one further column (an attention sink), concatenated to the scores, may take part in the softmax")
+    elif any("j" in a.axes for d, a in enumerate(at) if d != dim) or not same(size(site.weights.shape[dim]), n):
         raise Refused("the softmax and the second product see different keys", site.weights,
                       "weights that are cut or mixed with other axes after the softmax are not supported")
+    if sink is not None:
+        at = tuple(Affine.axis("j") if d == dim else a for d, a in enumerate(at))
     puller = Puller(extents, vg.constants, grad=out.grad, held=Held(vg, out.owner))
     if out.grad and site.weights.stops_gradient:
         raise gradient_ends(site.weights)
     score = puller.pull(scores, at)
     safe = site.weights.name == "_safe_softmax.default"
-    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped)
+    column = None if sink is None else (column, tuple(Affine() if d == dim else a for d, a in enumerate(at)))
+    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column)
     lifted.out_dims = [*frame.dims, frame.rows, ["e"]] if side == 0 else [*frame.dims, ["e"], frame.rows]
     return lifted
+
+
+def _sink(weights: Value, over: Affine, n: Size) -> tuple[Value, Value] | None:
+    """(scores, column) if the softmax runs over the scores of n keys and one column beside them, whose weight is dropped.
+
+    before -> after: softmax(cat([s, c], -1) - amax)[..., :-1] -> s, c
+    """
+    scores, dim = softmax_of(weights)
+    joined = same_values(unshifted(same_values(scores), dim))
+    if joined.name != "cat.default" or joined.argument(1, "dim", 0) % len(joined.shape) != dim or len(joined.args[0]) != 2:
+        return None
+    first, second = joined.args[0]
+    scores, column = (first, second) if over.constant == 0 else (second, first)
+    shapes = [size(scores.shape[dim]), size(column.shape[dim])]
+    plain = over.terms == Affine.axis("j").terms and over.constant in (0, 1)
+    return (scores, column) if plain and same(shapes[0], n) and same(shapes[1], 1) else None
 
 
 def is_zero(x) -> bool:
@@ -224,7 +252,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
 
 # ---------------------------------------------------------------------------------------------------- common part
 
-def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped) -> Lifted:
+def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None) -> Lifted:
     product, grad = puller.product, site.out.grad
     if product is None and puller.splits:
         raise puller.splits.get("i", puller.splits.get("j"))  # rows may fold other axes; lift refuses what it cannot unfold
@@ -247,7 +275,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     if any(QK in f.visible.leaves for f in masked.fills):
         raise Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
     fills = [*([Fill(visible, -math.inf, False)] if visible not in (None, TRUE) else []), *masked.fills]
-    empty, over, blocked = contract(fills, safe)
+    empty, over, blocked = contract(fills, safe) if column is None else (EmptyRow.ZERO, TRUE, ())
     shown = conjunction(f.visible for f in fills)
     hiding = [t for t in terms(score) if "j" in t.variables and could_hide(t, puller)]
     if hiding:
@@ -265,9 +293,19 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         if not found:
             raise Refused(f"the {name} operand is no view with batch, position and head-size dims", site.out,
                           f"the {name} may depend on batch axes, its position and the head's channels")
-    score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score)
+    score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score, shiftable=column is None)
     if shown == TRUE:
         empty = EmptyRow.NAN
+    sink = None
+    if column is not None:
+        if grad and any(puller.loads[load.name].wants_gradient for load in score.loads):
+            raise Refused("an attention sink beside a captured tensor that needs a gradient", site.weights,
+                          "no kernel yields both gradients at once")
+        sink, _ = trace_back(*column, [*batch, "i"], extents, vg, grad, scale=False)
+        if not sink:
+            raise Refused("the column beside the scores is no view with batch and query dims", site.weights,
+                          "an attention sink may depend on batch axes and the query's position")
+        empty, over = (EmptyRow.ZERO if shown != TRUE else EmptyRow.NAN), TRUE  # the sink takes all the weight
 
     renamed = {old: new for old, new in zip(batch, BATCH_NAMES)}
     if len(batch) > len(BATCH_NAMES):
@@ -284,7 +322,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         axes=tuple(renamed[n] for n in batch), q=depends(q), k=depends(k), v=depends(v), score=score, visible=shown,
         empty_row=empty, empty_over=over, dropout=float(p), aux=tuple(aux), sizes=tuple(name for _, name in sizes))
     random = None if dropped is None else (dropped.value, dropped.order({n: extents[n] for n in (*batch, "i", "j")}))
-    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value)
+    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink)
 
 
 def _obstacle(scores: Value) -> Value | None:

@@ -315,7 +315,7 @@ def _tidy(c: float) -> float:
     return float(f"{c:.14g}")
 
 
-def normal_score(e: Expr) -> Expr:
+def normal_score(e: Expr, shiftable: bool = True) -> Expr:
     """One text per meaning: constant factors of qk merged into one, qk first in sums."""
     def go(x: Expr) -> Expr:
         if not isinstance(x, Call):
@@ -341,7 +341,7 @@ def normal_score(e: Expr) -> Expr:
         return call("mul", x, Const(_tidy(float(c))))
 
     e = go(e)
-    return _drop_row_constants(e)
+    return _drop_row_constants(e) if shiftable else e
 
 
 def _drop_row_constants(e: Expr) -> Expr:

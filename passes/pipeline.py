@@ -42,7 +42,7 @@ def _described(operand: Operand) -> str:
 
 
 def _reads(site: Site, lifted: Lifted) -> list[Value]:
-    return [o.value for found in (lifted.q, lifted.k, lifted.v) for o in found[:1]] + [a.value for a in lifted.aux]
+    return [o.value for found in (lifted.q, lifted.k, lifted.v, lifted.sink or []) for o in found[:1]] + [a.value for a in lifted.aux]
 
 
 def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Refused]:
@@ -120,7 +120,8 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         owner = site.out.owner
         region = Region(owner.name, source_line(owner), label, called=site.weights is None)
         if site in found:
-            region = replace(region, spec=found[site].spec, captured=tuple(map(_described, found[site].aux)), problem=problems[site])
+            region = replace(region, spec=found[site].spec, captured=tuple(map(_described, found[site].aux)),
+                             sink=_described(found[site].sink[0]) if found[site].sink else "", problem=problems[site])
         regions.append(replace(region, refusal=refusals.get(site)))
     for r in regions:
         log.info("%s: %s", r.site, r.spec if r.fused else r.refusal)

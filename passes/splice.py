@@ -58,6 +58,8 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
     out = emit.call(operator.getitem, op, 0)
     axes = [*lifted.dims, "i", "e"]
     v_dtype = lifted.v[0].value.dtype
+    if lifted.sink is not None:
+        out = _with_sink(emit, op, out, emit.operand(lifted.sink)[0], v_dtype)
 
     def cast(node: fx.Node) -> fx.Node:
         return node if v_dtype == site.out.dtype else emit.method("to", node, site.out.dtype)
@@ -99,6 +101,15 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
             anchor(value)
             replaced[holder] = emit.value(value)
     return replaced
+
+
+def _with_sink(emit: Emitter, op: fx.Node, out: fx.Node, sink: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """before -> after: out -> out * sigmoid(lse - sink), the share of the softmax's weight that its keys keep from the sink."""
+    aten = torch.ops.aten
+    lse = emit.call(operator.getitem, op, 1)
+    kept = emit.call(aten.sigmoid.default, emit.call(aten.sub.Tensor, lse, sink))
+    scaled = emit.call(aten.mul.Tensor, out, emit.method("unsqueeze", kept, -1))
+    return emit.method("to", scaled, dtype)
 
 
 def _descendants(vg: ValueGraph, source: Value) -> set[Value]:

@@ -13,7 +13,7 @@ import torch
 
 from flashfx.errors import VerifyError
 from flashfx.compat import size_hint
-from flashfx.reference import reference
+from flashfx.reference import log_sum_exp, reference
 
 from .find import Site
 from .lift import Lifted
@@ -32,7 +32,7 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph) -> str | None:
     scores = math.prod(extents[n] for n in lifted.dims) * extents["i"] * extents["j"]
     if scores > LARGEST:
         return f"not verified: {scores} scores, more than {LARGEST}"
-    operands = [lifted.q[0], lifted.k[0], lifted.v[0], *lifted.aux]
+    operands = [lifted.q[0], lifted.k[0], lifted.v[0], *lifted.aux, *(lifted.sink or [])[:1]]
     spec = replace(lifted.spec, dropout=0.0)
     sizes = [*(extents[n] for n in lifted.dims), *(number(s) for s in lifted.sizes)]
     for trial, scale in enumerate((1.0, 1.0, 60.0)):
@@ -40,7 +40,10 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph) -> str | None:
         data = {o.value: _sample(o.value, number, generator, scale, hide=trial == 1) for o in operands}
         expected = _run(site.out, dict(data), vg, number)
         views = [_view(data[o.value], o, number) for o in operands]
-        got = reference(spec, *views[:3], views[3:], sizes)
+        aux, sink = views[3: 3 + len(lifted.aux)], views[3 + len(lifted.aux):]
+        got = reference(spec, *views[:3], aux, sizes)
+        if sink:
+            got = got * torch.sigmoid(log_sum_exp(spec, *views[:2], aux, sizes) - sink[0]).unsqueeze(-1)
         got = _shape_out(got, lifted, expected.shape)
         worst = _difference(got, expected)
         if not worst <= 1e-9 * max(1.0, _magnitude(expected)):

@@ -55,6 +55,18 @@ def output_changed(q, k, v):
     return o
 
 
+def sunk(first: bool, fill: float):
+    """Attention with a learned sink column of each head and rows whose keys are all hidden."""
+    def fn(q, k, v, sink, mask):
+        s = (q @ k.mT * 0.5).masked_fill(~mask, fill)
+        column = sink.view(1, H, 1, 1).expand(B, H, M, 1)
+        both = torch.cat([column, s] if first else [s, column], -1)
+        both = both - both.max(-1, keepdim=True).values
+        weights = both.softmax(-1, dtype=both.dtype)
+        return (weights[..., 1:] if first else weights[..., :-1]) @ v
+    return fn
+
+
 def query_scaled_in_place(q, k, v):
     q.mul_(0.5)
     return plain(q, k, v)
@@ -183,6 +195,8 @@ CASES = {
     "maximum detached": (lambda q, k, v: (lambda s: (s - s.amax(-1, keepdim=True).detach()).softmax(-1))(q @ k.mT) @ v, qkv, ONE),
     # transforms
     "vmap": (torch.func.vmap(plain), qkv, ONE),
+    "a sink": (sunk(False, LOWEST), lambda: (*qkv(), rand(H), empty_rows()), ONE),
+    "a sink before the keys": (sunk(True, -math.inf), lambda: (*qkv(), rand(H), empty_rows()), ONE),
     "a learned scalar": (lambda q, k, v, t: (q @ k.mT * t.exp()).softmax(-1) @ v, lambda: (*qkv(), rand()), ONE),
     "half precision": (lambda q, k, v: ((q @ k.mT) * 30).softmax(-1) @ v, lambda: tuple(t.detach().half().requires_grad_() for t in qkv()), ONE),
 }

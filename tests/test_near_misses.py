@@ -111,11 +111,11 @@ def first_weights_only(q, k, v):
     return scores(q, k).softmax(-1)[..., :3] @ v[:, :, :3]
 
 
-@row("the softmax normalises over 8 elements, the second product sums over 7 of them",
+@row("the softmax normalises over 9 elements, the second product sums over 7 of them",
      lambda: (*qkv(), rand(H)))
-def sink_column(q, k, v, sink):
-    s = torch.cat([scores(q, k), sink.view(1, H, 1, 1).expand(B, H, M, 1)], -1)
-    return s.softmax(-1)[..., :-1] @ v
+def two_sink_columns(q, k, v, sink):
+    s = torch.cat([scores(q, k), sink.view(1, H, 1, 1).expand(B, H, M, 2)], -1)
+    return s.softmax(-1)[..., :-2] @ v
 
 
 # ------------------------------------------------------------------------------------------- weights used elsewhere
