@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..compat import tf32_allowed
 from ..errors import PlanError
 from ..expr import Call, Var, walk
 from ..region import Problem
@@ -76,7 +77,7 @@ def overridden(**tiles: tuple[int, int, int, int]):
 
 def matmul_precision() -> str:
     """How float32 matrix products may be computed: "tf32" where PyTorch allows it for its own."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if tf32_allowed() else "ieee"
 
 
 def padded(size: int) -> int:
@@ -252,3 +253,13 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     needs_dense = any({"i", "j"} <= load.variables for load in spec.score.loads if load.kind == "float")
     dense = _plan("dense", direction, spec, problem, gpu, False) if needs_dense else None
     return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=dense)
+
+
+def why_not(spec: AttentionSpec, problem: Problem, gpu: GPU) -> str | None:
+    """Why no kernel can run this on `gpu`, or None. Asked at compile time: no PlanError may wait for the first call."""
+    try:
+        for direction in DIRECTIONS:
+            make_plan(spec, problem, gpu, direction)
+    except PlanError as error:
+        return str(error)
+    return None

@@ -98,13 +98,22 @@ def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patc
     return compile_fx(gm, example_inputs, config_patches=patches), regions
 
 
+def _no_kernel(spec, problem, device: torch.device) -> str | None:
+    """Why the generated kernels cannot run a site on its device; the tiled PyTorch schedule runs everything elsewhere."""
+    if device.type != "cuda":
+        return None
+    from .codegen.gpu import current
+    from .codegen.plan import why_not
+    return why_not(spec, problem, current(device))
+
+
 def rewrite_graph(gm: fx.GraphModule, options: Options) -> list[Region]:
     """Rewrite `gm` in place under `options`; dumps and verifies if asked to."""
     from torch._functorch import config as functorch_config
     from .passes.pipeline import rewrite
     from . import op
     before = gm.print_readable(print_output=False) if options.dump else ""
-    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify)
+    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, why_not=_no_kernel)
     fused = sum(r.fused for r in regions)
     if regions:
         log.info("%d attention sites, %d fused, %d left alone", len(regions), fused, len(regions) - fused)

@@ -54,3 +54,10 @@ def launch_hooked() -> bool:
     """Is somebody (a profiler) watching Triton's launches?"""
     from triton import knobs
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def tf32_allowed() -> bool:
+    """May float32 matrix products use TF32? Reading `allow_tf32` raises where only the newer setting was made."""
+    import torch
+    own = torch.backends.cuda.matmul.fp32_precision
+    return (own if own != "none" else torch.backends.fp32_precision) == "tf32"

@@ -10,7 +10,7 @@ from .spec import AttentionSpec
 class Refusal:
     """Why a site is left alone. A value, not an error; its text is tested like an API.
 
-    stage   "find", "lift", "check" or "splice"
+    stage   "lift", "check", "plan" or "splice"
     reason  what stands in the way, one sentence
     node    name of the graph node that stopped the match
     source  the user's source line ("file:line in function: code"), or ""

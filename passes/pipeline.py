@@ -65,13 +65,16 @@ def _fault(error: Exception) -> Refused:
     return Refused(f"internal error ({type(error).__name__}: {error})", hint="please report this with the model and the log")
 
 
-def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, label: str = "graph") -> list[Region]:
-    """Rewrite `gm` (a Dynamo graph) in place, bodies of higher-order ops included. Returns one Region per site."""
+def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, why_not=None, label: str = "graph") -> list[Region]:
+    """Rewrite `gm` (a Dynamo graph) in place, bodies of higher-order ops included. Returns one Region per site.
+
+    why_not(spec, problem, device) says why no kernel can run a site there, or None; without it every site counts as runnable.
+    """
     regions: list[Region] = []
     for node in gm.graph.nodes:
         body = getattr(gm, node.target, None) if node.op == "get_attr" and isinstance(node.target, str) else None
         if isinstance(body, fx.GraphModule):
-            regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, label=f"{label}/{node.target}")
+            regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, why_not=why_not, label=f"{label}/{node.target}")
     vg = normalise(gm)
     if vg is None:
         return regions
@@ -85,6 +88,9 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
             lifted = lift(site, vg)
             stage = "check"
             problems[site] = check(site, lifted, vg.shape_env, dropout_allowed)
+            stage = "plan"
+            if why_not is not None and (reason := why_not(lifted.spec, problems[site], site.out.fake.device)) is not None:
+                raise Refused(reason, site.out, "use another dtype or head size, or run this model without FlashFX on this device")
             found[site] = lifted
             if verify and (skipped := validate(site, lifted, vg)) is not None:
                 log.warning("%s: %s", site.out.owner.name, skipped)

@@ -259,6 +259,23 @@ def test_second_derivative_is_a_clear_error():
         grad.sum().backward()
 
 
+def test_a_site_that_no_kernel_can_run_is_refused_when_compiling():
+    """Never an error at the first call: a T4 has no bfloat16 matrix unit."""
+    from flashfx.codegen.gpu import BY_NAME
+    from flashfx.codegen.plan import why_not
+    from flashfx.passes.pipeline import rewrite
+    found = []
+
+    def backend(gm, example_inputs):
+        found.extend(rewrite(gm, why_not=lambda spec, problem, device: why_not(spec, problem, BY_NAME["T4"])))
+        return gm.forward
+
+    q, k, v = qkv(dtype=torch.bfloat16)
+    torch.testing.assert_close(torch.compile(causal, backend=backend)(q, k, v), causal(q, k, v))
+    assert found[0].refusal.stage == "plan"
+    assert found[0].refusal.reason == "T4 (compute capability 7.5) has no bfloat16 matrix unit: use float16"
+
+
 # ---------------------------------------------------------------------------------------------------- dropout
 
 def dropped(**options):

@@ -141,3 +141,19 @@ if x:  # why
     first = 0
     y = 1""")
     assert all(len(line) <= WIDTH for line in wrapped("call(", [f"argument_{n}" for n in range(40)], ")", 1))
+
+
+def test_tf32_follows_either_setting():
+    """PyTorch's older switch raises when read after the newer one was set."""
+    from flashfx.codegen.plan import matmul_precision
+    before, matmul = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert matmul_precision() == "tf32"
+        torch.set_float32_matmul_precision("highest")
+        assert matmul_precision() == "ieee"
+        matmul.fp32_precision = "tf32"
+        assert matmul_precision() == "tf32"
+    finally:
+        matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
