@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..compat import tf32_allowed
 from ..errors import PlanError
 from ..expr import Call, Var, walk

@@ -9,7 +9,6 @@ spec has dropout, `sizes` the values of the spec's named sizes.
 """
 from __future__ import annotations
 
-from typing import Sequence
 
 import torch
 

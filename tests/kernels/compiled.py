@@ -8,7 +8,6 @@ import tempfile
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver

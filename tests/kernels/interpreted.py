@@ -12,7 +12,7 @@ from flashfx.codegen.selfcheck import check, inputs
 from flashfx.spec import AttentionSpec
 
 from .cases import CORE, KINDS, MORE, problem, spec
-from .run import run
+from .run import lse_gradient, run
 
 TILES = (
     dict(forward=(32, 16, 4, 1), keys=(16, 32, 4, 1), rows=(32, 16, 4, 1), dense=(16, 16, 4, 1)),
@@ -164,3 +164,9 @@ def test_more_files_check_themselves():
         module = triton_host.module_for(s, p, torch.device("cpu"), (True, True, True, False), True)
     errors = check(module, "cpu")
     assert set(errors) == {"out", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize("variant, kind, dtype", [("full", "self", "float32"), ("causal", "gqa", "bfloat16"), ("softcap", "cross", "float16")])
+def test_more_gradient_of_the_log_sum_exp(variant, kind, dtype):
+    with overridden(**TILES[0]):
+        lse_gradient(spec(CORE[variant], kind), problem(kind, 16, dtype, batch=1)).within_budget()

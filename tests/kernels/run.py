@@ -10,7 +10,7 @@ from flashfx.codegen.derivative import partial
 from flashfx.codegen.selfcheck import inputs, kept
 from flashfx.codegen.torch_tiled import MEAN_ROW
 from flashfx.expr import QK
-from flashfx.reference import evaluate, index_grid, reference
+from flashfx.reference import evaluate, index_grid, log_sum_exp, reference
 from flashfx.region import Problem
 from flashfx.spec import AttentionSpec
 from tests.budget import assert_within
@@ -86,4 +86,26 @@ def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 
                 assert not g.isnan().any()
                 continue
             result.actual[name], result.eager[name], result.exact[name] = g, eager[name].to(g.dtype), exact[name]
+    return result
+
+
+def lse_gradient(spec: AttentionSpec, problem: Problem, device: str = "cpu") -> Run:
+    """Backward where the log-sum-exp is read too: a gradient reaches both results of forward."""
+    q, k, v, aux, seed, sizes = inputs(spec, problem, device)
+    g = torch.Generator().manual_seed(3)
+    grad_out = torch.randn((*problem.extents, problem.M, problem.Dv), generator=g).to(device, v.dtype)
+    grad_lse = torch.randn((*problem.extents, problem.M), generator=g).to(device)
+    out, lse = launch.forward(spec, q, k, v, aux, seed, sizes)
+    needs = [True] * 3 + [False] * len(aux)
+    result = Run(scale=cancelling(spec, q, k, v, aux, sizes, grad_out, lse))
+    found = launch.backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse.to(lse.dtype))
+    result.actual = dict(zip("qkv", found))
+
+    def compute(dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        loss = (reference(spec, *leaves, aux, sizes, None, dtype) * grad_out.to(dtype)).sum()
+        loss = loss + (log_sum_exp(spec, *leaves[:2], aux, sizes, dtype) * grad_lse.to(dtype)).sum()
+        return dict(zip("qkv", torch.autograd.grad(loss, leaves)))
+
+    result.exact, result.eager = compute(torch.float64), compute(q.dtype)
     return result

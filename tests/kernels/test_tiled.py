@@ -9,13 +9,14 @@ import torch
 from flashfx.codegen import launch, layout, torch_tiled
 from flashfx.codegen.derivative import partial
 from flashfx.codegen.selfcheck import inputs
+from flashfx.errors import PlanError
 from flashfx.expr import QK, Load, parse
 from flashfx.ops import OPS
 from flashfx.reference import evaluate
 from flashfx.spec import AttentionSpec
 
 from .cases import CORE, KINDS, MORE, problem, spec
-from .run import run
+from .run import lse_gradient, run
 
 ALL = {**CORE, **MORE}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -134,3 +135,16 @@ def test_spec_text_travels():
     for variant in ALL.values():
         s = spec(variant)
         assert AttentionSpec.parse(str(s)) == s
+
+
+@pytest.mark.parametrize("variant, kind, dtype", [("full", "self", "float32"), ("causal", "gqa", "bfloat16"), ("softcap", "cross", "float32")])
+def test_gradient_of_the_log_sum_exp(variant, kind, dtype):
+    lse_gradient(spec(CORE[variant], kind), problem(kind, 24, dtype)).within_budget()
+
+
+def test_gradient_of_the_log_sum_exp_beside_captured_gradients_is_an_error():
+    case, shape = spec(CORE["bias"]), problem("self", 16, "float32")
+    q, k, v, aux, seed, sizes = inputs(case, shape)
+    out, lse = launch.forward(case, q, k, v, aux, seed, sizes)
+    with pytest.raises(PlanError, match="a gradient of the log-sum-exp beside gradients of captured tensors is not supported"):
+        launch.backward(case, out, q, k, v, aux, seed, out, lse, sizes, [True] * 4, lse)
