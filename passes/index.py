@@ -77,7 +77,9 @@ def head_size(x) -> int:
     if not x.node.has_hint():
         raise NotAffine(f"the head size {x} depends on data")
     int(x)
-    raise Specialised
+    if isinstance(size(x), int):
+        raise Specialised
+    raise NotAffine(f"the head size {x} follows from other sizes")
 
 
 class SplitAxis(Exception):
@@ -171,7 +173,7 @@ def unflatten(linear: Affine, shape: Sequence[Size], extents: dict[str, Size]) -
                 inner = quotient(s, c)
                 if inner is not None and not same(inner, 1) and quotient(extents[name], inner) is not None:
                     raise SplitAxis(name, inner)
-            raise NotAffine(f"{linear} does not split by {s}")
+            raise NotAffine(f"a view mixes axes: {linear} does not split by {s}")
         digits.append(digit)
         linear = Affine(tuple(sorted(high)), q)
     digits.append(Affine() if shape and same(shape[0], 1) else linear)

@@ -104,7 +104,7 @@ def lift(site: Site, vg: ValueGraph) -> Lifted:
         except Specialised:
             frame = _frame_of(site)
         except NotAffine as error:
-            raise Refused(f"a view mixes axes: {error}", site.out) from None
+            raise Refused(str(error), site.out, "give views the numbers of heads and channels, not sizes of other dims") from None
     raise Refused("the batch axes split without end", site.out)
 
 
