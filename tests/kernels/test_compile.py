@@ -17,6 +17,7 @@ ALL = {**CORE, **MORE}
 SAMPLE = [
     ("sm_80", "bfloat16", 64, "causal", "self"), ("sm_80", "float16", 128, "full", "gqa"), ("sm_80", "float32", 64, "causal", "self"),
     ("sm_80", "bfloat16", 80, "dropout", "self"), ("sm_80", "float16", 256, "causal", "self"),
+    ("sm_80", "bfloat16", 72, "causal", "gqa"), ("sm_86", "bfloat16", 96, "dropout", "gqa"), ("sm_100", "bfloat16", 80, "softcap", "self"),
     ("sm_86", "float16", 128, "causal", "self"), ("sm_86", "bfloat16", 64, "dropout", "self"), ("sm_86", "bfloat16", 256, "full", "self"),
     ("sm_89", "bfloat16", 64, "bias", "self"), ("sm_89", "float16", 80, "softcap", "self"),
     ("sm_90", "bfloat16", 64, "full", "self"), ("sm_90", "bfloat16", 128, "causal", "self"), ("sm_90", "float16", 128, "dropout", "self"),
