@@ -8,7 +8,7 @@ import torch
 from flashfx.ops import BY_ATEN
 
 from .rules import PRODUCTS, RULES as COMPUTED
-from .values import Value, ValueGraph
+from .values import Value, ValueGraph, upstream
 from .views import VIEWS
 
 CASTS = {"_to_copy.default"}
@@ -87,17 +87,9 @@ _REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "
 
 
 def has_product_above(v: Value) -> bool:
-    seen, todo = set(), [v]
-    while todo:
-        x = todo.pop()
-        if x in seen:
-            continue
-        seen.add(x)
-        if x.name in PRODUCTS:
-            return True
-        if carries(x) or x.name in _REORDERED or softmax_of(x) is not None:
-            todo.extend(x.inputs)
-    return False
+    def through(x: Value) -> list[Value]:
+        return x.inputs if carries(x) or x.name in _REORDERED or softmax_of(x) is not None else []
+    return any(x.name in PRODUCTS for x in upstream(v, through))
 
 
 def _products_below(vg: ValueGraph, v: Value) -> list[tuple[Value, int]]:

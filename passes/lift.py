@@ -21,7 +21,7 @@ from .masks import Fill, above, contract, could_hide, hiding_sum, normal_conditi
 from .operands import Operand, arrange, trace_back
 from .pull import Puller, gradient_ends
 from .rules import PRODUCTS, Product
-from .values import Refused, Value, ValueGraph
+from .values import Refused, Value, ValueGraph, upstream
 from .views import step_through
 
 BATCH_NAMES = ("b", "h", "g", "x", "y", "z")
@@ -327,17 +327,13 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
 
 def _obstacle(scores: Value) -> Value | None:
     """The first value above the scores that hands nothing on by itself, but depends on a product."""
-    seen, todo = set(), [scores]
-    while todo:
-        v = todo.pop(0)
-        if v in seen or v.name in PRODUCTS:
-            continue
-        seen.add(v)
-        if carries(v) and v.name not in DROPOUTS:
-            todo.extend(v.inputs)
-        elif has_product_above(v):
-            return v
-    return None
+    def hands_on(v: Value) -> bool:
+        return carries(v) and v.name not in DROPOUTS
+
+    def through(v: Value) -> list[Value]:
+        return v.inputs if v.name not in PRODUCTS and hands_on(v) else []
+
+    return next((v for v in upstream(scores, through) if v.name not in PRODUCTS and not hands_on(v) and has_product_above(v)), None)
 
 
 def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, site: Site) -> tuple[Expr, EmptyRow, Expr]:

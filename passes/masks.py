@@ -19,7 +19,7 @@ from .index import Affine, at_least
 from .pull import Puller
 from .rules import PRODUCTS
 from .scalars import simplified
-from .values import Refused, Value
+from .values import Refused, Value, upstream
 from .views import VIEWS
 
 
@@ -212,12 +212,10 @@ def could_hide(term: Expr, puller: Puller) -> bool:
 
 def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool:
     """Not if it is a parameter, or computed from parameters, integers and ordinary constants, as ALiBi is."""
-    seen, todo = set(), [v]
-    while todo:
-        x = todo.pop()
-        if x in seen:
-            continue
-        seen.add(x)
+    def through(x: Value) -> list[Value]:  # what a product yields is no mask
+        return [] if x.name in PRODUCTS else [y for y in x.inputs if y.dtype.is_floating_point]
+
+    for x in upstream(v, through):
         if x in constants:
             data = constants[x]
             if data.is_floating_point() and data.numel() and data.min().item() <= HIDING_FILL:
@@ -226,18 +224,17 @@ def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool
             example = x.owner.meta.get("example_value") if x.owner is not None else None
             if x.dtype.is_floating_point and not isinstance(example, torch.nn.Parameter):
                 return True
-        elif x.name in PRODUCTS:  # what a product yields is no mask
+        elif x.name in PRODUCTS:
             continue
         elif x.name.startswith(("log", "reciprocal", "div.Tensor")) and _depends_on_inputs(x):
             return True
         elif x.name not in VIEWS and any(isinstance(a, (int, float)) and abs(a) >= -HIDING_FILL for a in x.args):
             return True
-        todo.extend(y for y in x.inputs if y.dtype.is_floating_point)
     return False
 
 
 def _depends_on_inputs(v: Value) -> bool:
-    return v.op is None and v.owner is not None and v.owner.op != "get_attr" or any(_depends_on_inputs(x) for x in v.inputs)
+    return any(x.op is None and x.owner is not None and x.owner.op != "get_attr" for x in upstream(v))
 
 
 # ---------------------------------------------------------------------------------------------------- normal form

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from flashfx.errors import VerifyError
-from flashfx.region import Refusal, Region
+from flashfx.region import Problem, Refusal, Region
 
 from .check import check
 from .find import DROPOUTS, Site, find, is_rounding
@@ -41,13 +41,18 @@ def _described(operand: Operand) -> str:
     return f"{name}, {str(v.dtype).removeprefix('torch.')}[{', '.join(map(str, v.shape))}]"
 
 
-def _reads(site: Site, lifted: Lifted) -> list[Value]:
+def _cut(found: dict[Site, Lifted]) -> dict[Value, list[Value]]:
+    """The outputs that will come from our op, and what the op reads instead."""
+    return {site.out: _reads(lifted) for site, lifted in found.items()}
+
+
+def _reads(lifted: Lifted) -> list[Value]:
     return [o.value for found in (lifted.q, lifted.k, lifted.v, lifted.sink or []) for o in found[:1]] + [a.value for a in lifted.aux]
 
 
 def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Refused]:
     """Sites whose weights somebody else still reads when all of `found` are replaced."""
-    needed = still_read(vg, {s.out: _reads(s, lifted) for s, lifted in found.items()})
+    needed = still_read(vg, _cut(found))
 
     def reader(v: Value):
         """Past dropout, casts and views, which read the weights only to hand them on."""
@@ -61,8 +66,12 @@ def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Ref
             for site in found if site.weights is not None and site.weights in needed}
 
 
-def _fault(error: Exception) -> Refused:
-    return Refused(f"internal error ({type(error).__name__}: {error})", hint="please report this with the model and the log")
+def _refused(stage: str, site: Site, error: Exception) -> Refusal:
+    """A stage's "no"; any other exception is a fault of ours, which must not stop a user's compilation."""
+    if not isinstance(error, Refused):
+        log.warning("%s: %s failed", site.out.owner.name, stage, exc_info=error)
+        error = Refused(f"internal error ({type(error).__name__}: {error})", hint="please report this with the model and the log")
+    return _refusal(stage, site, error)
 
 
 def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, why_not=None, label: str = "graph") -> list[Region]:
@@ -76,62 +85,72 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         if isinstance(body, fx.GraphModule):
             regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, why_not=why_not, label=f"{label}/{node.target}")
     vg = normalise(gm)
-    if vg is None:
+    sites = find(vg) if vg is not None else []
+    if not sites:
         return regions
-    sites = find(vg)
-    found: dict[Site, Lifted] = {}
-    problems = {}
     refusals: dict[Site, Refusal] = {}
+    found, problems = _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not)
+    unread = {n for n in gm.graph.nodes if not n.users}
+    replaced = _splice_all(gm, vg, found, refusals)
+    for site in found:
+        for old, new in replaced[site].items():
+            _same_kind(old, new)
+            old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+    sweep(gm, vg, still_read(vg, _cut(found)), unread)
+    gm.graph.lint()
+    gm.recompile()
+    own = [_region(site, label, found.get(site), problems.get(site), refusals.get(site)) for site in sites]
+    for r in own:
+        log.info("%s: %s", r.site, r.spec if r.fused else r.refusal)
+    return regions + own
+
+
+def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[dict[Site, Lifted], dict[Site, Problem]]:
+    """lift, check, plan and verify each site; what may be spliced, and why the others may not."""
+    found: dict[Site, Lifted] = {}
+    problems: dict[Site, Problem] = {}
     for site in sites:
         stage = "lift"
         try:
             lifted = lift(site, vg)
             stage = "check"
-            problems[site] = check(site, lifted, vg.shape_env, dropout_allowed)
+            problem = check(site, lifted, vg.shape_env, dropout_allowed)
             stage = "plan"
-            if why_not is not None and (reason := why_not(lifted.spec, problems[site], site.out.fake.device)) is not None:
+            if why_not is not None and (reason := why_not(lifted.spec, problem, site.out.fake.device)) is not None:
                 raise Refused(reason, site.out, "use another dtype or head size, or run this model without FlashFX on this device")
-            found[site] = lifted
+            stage = "verify"
             if verify and (skipped := validate(site, lifted, vg)) is not None:
                 log.warning("%s: %s", site.out.owner.name, skipped)
-        except Refused as why:
-            refusals[site] = _refusal(stage, site, why)
+            found[site], problems[site] = lifted, problem
         except VerifyError:
             raise
-        except Exception as error:  # a fault of ours must not stop a user's compilation
-            log.warning("%s: %s failed", site.out.owner.name, stage, exc_info=True)
-            refusals[site] = _refusal(stage, site, _fault(error))
-            found.pop(site, None)
+        except Exception as error:
+            refusals[site] = _refused(stage, site, error)
     _drop(found, refusals, "check", vg)
-    unread = {n for n in gm.graph.nodes if not n.users}
+    return found, problems
+
+
+def _splice_all(gm, vg, found: dict[Site, Lifted], refusals) -> dict[Site, dict[fx.Node, fx.Node]]:
+    """Emit the op of each site. Nothing reads it yet, so that a site may still be refused."""
     seeds: dict = {}
     replaced: dict[Site, dict[fx.Node, fx.Node]] = {}
     for site, lifted in list(found.items()):
         try:
             replaced[site] = splice(gm, vg, site, lifted, seeds)
-        except Refused as why:
-            refusals[site] = _refusal("splice", site, why)
+        except Exception as error:
+            refusals[site] = _refused("splice", site, error)
             del found[site]
     _drop(found, refusals, "splice", vg)
-    for site in found:
-        for old, new in replaced[site].items():
-            _same_kind(old, new)
-            old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
-    if sites:
-        cut = {s.out: _reads(s, lifted) for s, lifted in found.items()}
-        sweep(gm, vg, still_read(vg, cut), unread)
-        gm.graph.lint()
-        gm.recompile()
-    for site in sites:
-        owner = site.out.owner
-        region = Region(owner.name, source_line(owner), label, called=site.weights is None)
-        if site in found:
-            region = replace(region, spec=found[site].spec, captured=tuple(map(_described, found[site].aux)),
-                             sink=_described(found[site].sink[0]) if found[site].sink else "", problem=problems[site])
-        regions.append(replace(region, refusal=refusals.get(site)))
-    for r in regions:
-        log.info("%s: %s", r.site, r.spec if r.fused else r.refusal)
-    return regions
+    return replaced
+
+
+def _region(site: Site, label: str, lifted: Lifted | None, problem: Problem | None, refusal: Refusal | None) -> Region:
+    owner = site.out.owner
+    region = Region(owner.name, source_line(owner), label, called=site.weights is None, refusal=refusal)
+    if lifted is None:
+        return region
+    return replace(region, spec=lifted.spec, captured=tuple(map(_described, lifted.aux)), problem=problem,
+                   sink=_described(lifted.sink[0]) if lifted.sink else "")
 
 
 def _same_kind(old: fx.Node, new: fx.Node) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -83,6 +84,18 @@ class Value:
 
     def __repr__(self) -> str:
         return f"%{self.number}:{self.name or (self.owner.name if self.owner else 'const')}"
+
+
+def upstream(start: Value, through: Callable[[Value], Iterable[Value]] = lambda v: v.inputs) -> Iterator[Value]:
+    """`start` and what it is computed from, nearest first, each once; `through` says to which inputs of a value the walk goes on."""
+    seen, todo = {start}, deque([start])
+    while todo:
+        v = todo.popleft()
+        yield v
+        for x in through(v):
+            if x not in seen:
+                seen.add(x)
+                todo.append(x)
 
 
 def tensors_in(tree: Any, kind: type) -> Iterator:

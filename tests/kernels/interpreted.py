@@ -65,14 +65,14 @@ def outputs(text_or_spec, p, tiles, descriptors=True, **kwargs):
 
 
 def test_more_dropout_ignores_tiles():
-    """Values of 1 make out the sum of kept weights: a moved bit would show. Equal but for the order of sums."""
+    """Values of 1 make out the sum of kept weights: a moved bit would show. Equal but for the order of sums, of N terms each."""
     s, p = spec(MORE["dropout"]), problem("self", 16, "float32")
     q, k, v, aux, seed, sizes = inputs(s, p)
     operands = (torch.zeros_like(q), k, torch.ones_like(v), aux, seed, sizes)
     first, *others = (outputs(s, p, t, operands=operands) for t in TILES)
     for other in others:
         for a, b in zip(first, other):
-            assert torch.allclose(a, b, rtol=0, atol=4e-6 * a.abs().max().item())
+            assert torch.allclose(a, b, rtol=0, atol=p.N * torch.finfo(torch.float32).eps * a.abs().max().item())
 
 
 @pytest.mark.parametrize("variant", ["shared_bias", "t5_table", "dropout_padding", "two_reads"])
@@ -154,8 +154,8 @@ def test_more_gradients_on_request():
             needs = [n == only for n in range(4)]
             found = launch.backward(s, out, q, k, v, aux, seed, out, lse, sizes, needs)
             assert [g.numel() > 0 for g in found] == needs
-            # without gradients of captured tensors delta is not refined: a few rounding steps
-            assert torch.allclose(found[only], every[only], rtol=0, atol=1e-5 * every[only].abs().max().item())
+            # without gradients of captured tensors delta is not refined: it carries the rounding of a sum of N terms
+            assert torch.allclose(found[only], every[only], rtol=0, atol=2 * p.N * torch.finfo(torch.float32).eps * every[only].abs().max().item())
 
 
 def test_more_files_check_themselves():
