@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 
@@ -16,10 +17,9 @@ from .descriptors import describable
 from .layout import empty_lse, empty_output
 from .load import load
 from .render import WHOLE, render
-from .repeat import group, repeat_launches
+from .replay import Recording, watch_launches
 
-_FORWARD: dict[tuple, object] = {}
-_BACKWARD: dict[tuple, object] = {}
+_CALLS: dict[tuple, "_Call"] = {}
 _MODULES: dict[tuple, object] = {}
 
 
@@ -41,7 +41,7 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
-        repeat_launches(_MODULES[key])
+        watch_launches(_MODULES[key])
     return _MODULES[key]
 
 
@@ -51,13 +51,47 @@ def _check(spec: AttentionSpec, aux: Sequence[torch.Tensor]) -> None:
             raise PlanError(f"{a.name} has {t.numel()} elements and is read at computed positions, which are 32-bit in the kernels")
 
 
-def _key(spec, sizes, *operands: torch.Tensor) -> tuple:
-    layout = [(t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0) for t in operands]
-    return (spec, *layout, operands[0].device, tuple(sizes), plan.matmul_precision(), tuple(plan.OVERRIDE.items()))
+def _key(spec, sizes, operands) -> tuple:
+    """What a call's work depends on beside its tensors' contents and addresses."""
+    layout = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in operands]
+    precision = plan.matmul_precision() if torch.float32 in (operands[0].dtype, operands[2].dtype) else None
+    return (spec, *layout, operands[0].device, *sizes, precision, *plan.OVERRIDE.items())
 
 
-def _given(seed: torch.Tensor | None) -> tuple:
-    return () if seed is None else (seed,)
+class _Call:
+    """All calls with one key. The first is recorded (on a GPU), the others replay it if that can be done."""
+
+    def __init__(self, run: Callable):
+        self.run, self.again = run, None
+
+    def __call__(self, operands: Sequence[torch.Tensor | None]):
+        device = operands[0].device
+        if device.type != "cuda":
+            return self.run(*operands)
+        with _on(device):
+            if self.again is not None and not compat.launch_hooked():
+                return self.again(*operands)
+            with Recording(operands) as recording:
+                results = self.run(*operands)
+            self.again = recording.replay(results) or self.run
+        return results
+
+
+def _on(device: torch.device):
+    """Kernels launch on the current device: make it the operands'."""
+    return _HERE if device.index in (None, torch.cuda.current_device()) else torch.cuda.device(device)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def _call(key: tuple, make: Callable[[], Callable]) -> _Call:
+    found = _CALLS.get(key)
+    if found is None:
+        if len(_CALLS) >= 4096:  # dynamic shapes must not fill the memory
+            _CALLS.clear()
+        found = _CALLS[key] = _Call(make())
+    return found
 
 
 def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
@@ -66,64 +100,47 @@ def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
             and (grad_out is None or describable(grad_out)))
 
 
-def _remember(table: dict, key: tuple, run) -> object:
-    """Keep what was worked out for a call's shapes, with its compiled kernels; dynamic shapes must not fill the memory."""
-    if len(table) >= 4096:
-        table.clear()
-    table[key] = run, {}
-    return table[key]
-
-
-def _on(device: torch.device):
-    """Kernels launch on the current device: make it the operands'."""
-    other = device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if other else contextlib.nullcontext()
-
-
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
     """`launch.forward` on a GPU or in Triton's interpreter."""
-    key = _key(spec, sizes, q, k, v, *aux, *_given(seed))
-    found = _FORWARD.get(key)
-    if found is None:
-        problem = problem_of(spec, q, k, v, sizes)
-        _check(spec, aux)
-        empty = math.prod(problem.extents) * problem.M * problem.N == 0
-        run = _nothing if empty else module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v)).forward
-        found = _remember(_FORWARD, key, run)
-    run, known = found
-    with _on(q.device), group(known):
-        return run(q, k, v, aux, seed, sizes)
+    operands = (q, k, v, seed, *aux)
+    make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes))
+    return tuple(_call(_key(spec, sizes, operands), make)(operands))
 
 
-def _nothing(q, k, v, aux, seed, sizes):
-    """No keys, or no output at all."""
-    extents = sizes[: q.dim() - 2]
-    return empty_output(extents, q.shape[-2], v).zero_(), empty_lse(extents, q.shape[-2], v).fill_(-math.inf)
-
-
-def _no_gradients(grad_out, q, k, v, aux, seed, out, lse, sizes, grad_lse=None):
-    return [None] * (3 + len(aux))
+def _forward(spec: AttentionSpec, q, k, v, aux, sizes) -> Callable:
+    """The function of (q, k, v, seed, *aux) for operands like these."""
+    problem = problem_of(spec, q, k, v, sizes)
+    _check(spec, aux)
+    if math.prod(problem.extents) * problem.M * problem.N == 0:  # no keys, or no output at all
+        return lambda q, k, v, *_: [empty_output(problem.extents, problem.M, v).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf)]
+    module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v))
+    return lambda q, k, v, seed, *aux: list(module.forward(q, k, v, aux, seed, sizes))
 
 
 def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None):
     """`launch.backward` on a GPU or in Triton's interpreter."""
-    operands = (q, k, v, *aux)
-    needs = tuple(bool(n) for n in needs)
-    key = (needs, *_key(spec, sizes, q, k, v, grad_out, *aux, *_given(seed)))
-    found = _BACKWARD.get(key)
-    if found is None:
-        problem = problem_of(spec, q, k, v, sizes)
-        empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
-        run = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out)).backward
-        found = _remember(_BACKWARD, key, run or _no_gradients)
-    run, known = found
-    with _on(q.device), group(known):
-        grads = run(grad_out, q, k, v, aux, seed, out, lse, sizes, *([] if grad_lse is None else [grad_lse]))
-    result = []
-    for t, need, gradient in zip(operands, needs, grads):
-        if not need:
-            gradient = torch.empty(0, dtype=t.dtype, device=t.device)
-        elif gradient is None:  # nothing depends on it
-            gradient = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
-        result.append(gradient)
-    return result
+    operands = (q, k, v, seed, grad_out, out, lse, grad_lse, *aux)
+    needs = tuple(map(bool, needs))
+    make = functools.partial(_backward, spec, grad_out, q, k, v, aux, tuple(sizes), needs)
+    return _call((needs, *_key(spec, sizes, operands)), make)(operands)
+
+
+def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs) -> Callable:
+    """The function of (q, k, v, seed, grad_out, out, lse, grad_lse, *aux) for operands like these."""
+    problem = problem_of(spec, q, k, v, sizes)
+    empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
+    module = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out))
+
+    def run(q, k, v, seed, grad_out, out, lse, grad_lse, *aux):
+        operands = (q, k, v, *aux)
+        extra = () if grad_lse is None else (grad_lse,)
+        grads = [None] * len(operands) if empty else module.backward(grad_out, q, k, v, aux, seed, out, lse, sizes, *extra)
+        result = []
+        for t, need, gradient in zip(operands, needs, grads):
+            if not need:
+                gradient = torch.empty(0, dtype=t.dtype, device=t.device)
+            elif gradient is None:  # nothing depends on it
+                gradient = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+            result.append(gradient)
+        return result
+    return run

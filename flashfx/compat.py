@@ -61,3 +61,41 @@ def tf32_allowed() -> bool:
     import torch
     own = torch.backends.cuda.matmul.fp32_precision
     return (own if own != "none" else torch.backends.fp32_precision) == "tf32"
+
+
+def direct_launch(compiled):
+    """(grid, stream, arguments) -> launch of a compiled Triton kernel through the C function that Triton's own launch ends in.
+
+    Arguments are numbers, addresses and tensor maps, descriptors expanded. None where this release of Triton cannot be driven so.
+    """
+    launcher = compiled.run
+    launch = getattr(launcher, "launch", None)
+    if getattr(launch, "__closure__", None):  # wrapped to expand descriptors
+        launch = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__))).get("launcher")
+    if launch is None or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+    packed = compiled.packed_metadata
+    if hasattr(launcher, "kernel_signature"):  # Triton 3.7
+        annotations, signature = launcher.arg_annotations, launcher.kernel_signature
+        return lambda grid, stream, args: launch(grid, 1, 1, stream, *fixed, packed, None, None, None, None, None, annotations, signature, args)
+    return lambda grid, stream, args: launch(grid, 1, 1, stream, *fixed, None, None, packed, None, None, None, *args)  # Triton 3.6
+
+
+def descriptor_metadata(compiled) -> list:
+    """How each tensor descriptor of a compiled kernel is laid out in shared memory; empty if it has none."""
+    return list(getattr(compiled.metadata, "tensordesc_meta", None) or [])
+
+
+def expanded_descriptor(descriptor, metadata) -> list:
+    """What Triton's launcher passes for a tensor descriptor: the tensor map, then shape and strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+    return list(make_tensordesc_arg(descriptor, metadata))
+
+
+def empty_strided(device):
+    """(shape, stride, dtype) -> uninitialised tensor on the current device of this type, by the cheapest way there is."""
+    import torch
+    guards = torch._C._dynamo.guards
+    own = getattr(guards, f"_empty_strided_{device.type}", None)
+    return own or (lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device.type))

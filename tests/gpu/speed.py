@@ -1,6 +1,7 @@
-"""Speed on a GPU against peers in the same run: a GPT-2 medium training step, and attention alone against FlexAttention.
+"""Speed on a GPU against peers in the same run: a GPT-2 medium training step, attention alone against FlexAttention, and the host's
+time for a launch.
 
-    python -m tests.gpu.speed [gpt2] [attention] [--lengths 1024,4096,16384]
+    python -m tests.gpu.speed [gpt2] [attention] [launch] [--lengths 1024,4096,16384]
 """
 from __future__ import annotations
 
@@ -114,9 +115,32 @@ def attention(lengths: list[int], sizes: list[int]) -> None:
     print(f"[{clocks()}]")
 
 
+def launch() -> None:
+    """Host time of the two ops as compiled code calls them: tensors with strides, a bias, grouped queries."""
+    text = """\
+attention[b, h, g, i, j]
+  given   bias: float[3]
+  qk    = q[b, h, g, i] . k[b, h, j]
+  score = qk * 0.125 + bias[h, i, j]
+  where   j <= i
+  empty   nan
+  out   = softmax_j(score) . v[b, h, j]"""
+    plain = "\n".join(line for line in text.splitlines() if "given" not in line).replace(" + bias[h, i, j]", "")
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    q, k, v, bias = make(2, 4, 2, 128, 64), make(2, 4, 1, 128, 64), make(2, 4, 1, 128, 64), make(4, 128, 128)
+    print("host time of a call (us)       forward  backward")
+    for name, spec, aux in (("causal, grouped queries", plain, []), ("bias with gradient, causal", text, [bias])):
+        forward = lambda: torch.ops.flashfx.attention.default(q, k, v, aux, None, [], spec)
+        out, lse = forward()
+        backward = lambda: torch.ops.flashfx.attention_backward.default(out, None, q, k, v, aux, None, out, lse, [], spec, [True] * (3 + len(aux)))
+        with torch.no_grad():
+            backward(), forward(), backward()
+            print(f"  {name:<28} {host_us(forward, 300):7.1f}  {host_us(backward, 300):8.1f}", flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["gpt2", "attention"])
+    parser.add_argument("what", nargs="*", default=["gpt2", "attention", "launch"])
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--sizes", default="64,128", help="head sizes")
     options = parser.parse_args(argv)
@@ -125,6 +149,8 @@ def main(argv: list[str] | None = None) -> int:
         gpt2()
     if "attention" in options.what:
         attention(*([int(n) for n in given.split(",")] for given in (options.lengths, options.sizes)))
+    if "launch" in options.what:
+        launch()
     return 0
 
 

@@ -43,8 +43,9 @@ def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[
     scales = {"q": dp * size(k) * slope(QK), "k": dp * size(q) * slope(QK)}
     real = lse[lse.isfinite() & (lse < MEAN_ROW)].double()
     scales["v"] = size(grad_out) * max(1.0, size(real)) if exact else 0.0
-    for load in spec.score.loads:
-        scales[load.name] = max(scales.get(load.name, 0.0), dp * slope(load))
+    for load in spec.score.loads:  # weights of a row sum to one: one such term per row, and the rounding of rows adds up as a random walk
+        rows_summed = lse.numel() / max(1, tensors[load.name].numel())
+        scales[load.name] = max(scales.get(load.name, 0.0), dp * slope(load) * max(1.0, rows_summed) ** 0.5)
     return scales
 
 

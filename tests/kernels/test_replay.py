@@ -1,0 +1,167 @@
+"""A replayed call hands Triton's launcher exactly what Triton itself hands it; without a GPU, by a launcher that records."""
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashfx import compat
+from flashfx.codegen import replay
+from flashfx.codegen.gpu import BY_NAME
+from flashfx.codegen.load import load
+from flashfx.codegen.plan import make_plan
+from flashfx.codegen.render import render
+from flashfx.codegen.selfcheck import captured_tensors
+from flashfx.region import Problem
+from flashfx.spec import AttentionSpec
+
+from .compiled import _Driver
+
+TEXT = """\
+attention[b, h, g, i, j]
+  given   bias: float[3]
+  qk    = q[b, h, g, i] . k[b, h, j]
+  score = qk * 0.125 + bias[h, i, j]
+  where   j <= i
+  empty   nan
+  drop    0.1
+  out   = softmax_j(score) . v[b, h, j]"""
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """Launches as (who, grid, arguments) instead of a GPU's."""
+    launches = []
+
+    def expand(arg, metadata):
+        if isinstance(arg, torch.Tensor):
+            return [arg.data_ptr()]
+        return compat.expanded_descriptor(arg, next(metadata)) if hasattr(arg, "base") else [arg]
+
+    def by_triton(self):
+        def run(grid_x, grid_y, grid_z, stream, function, packed, metadata, enter, leave, *args):
+            layouts = iter(compat.descriptor_metadata(self))
+            launches.append(("triton", self.name, (grid_x, grid_y, grid_z), [e for a in args for e in expand(a, layouts)]))
+        return run
+
+    monkeypatch.setattr(CompiledKernel, "run", property(by_triton))
+    monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda self, *a: None)
+    monkeypatch.setattr(CompiledKernel, "function", None, raising=False)
+    monkeypatch.setattr(compat, "interpreting", lambda: False)
+    monkeypatch.setattr(compat, "direct_launch", lambda compiled: lambda grid, stream, args: launches.append(("replay", compiled.name, (grid, 1, 1), args)))
+    monkeypatch.setattr(_Driver, "utils", types.SimpleNamespace(fill_tma_descriptor=lambda *a: ("map", *map(str, a)),
+                                                                fill_tma_descriptor_tiled=lambda *a: ("map", *map(str, a))), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return launches
+
+
+def operands(text: str, problem: Problem, seed: int):
+    spec = AttentionSpec.parse(text)
+    torch.manual_seed(seed)
+    q = torch.randn(2, 2, 2, 128, 64).bfloat16()
+    k, v = (torch.randn(2, 2, 1, 128, 64).bfloat16() for _ in range(2))
+    return spec, q, k, v, captured_tensors(spec, problem, dtype=torch.float32), torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])  # with pointers, with tensor descriptors
+def test_a_replay_launches_what_triton_launches(gpu, recorder, monkeypatch):
+    card, problem = BY_NAME[gpu], Problem((2, 2, 2), 128, 128, 64, 64, "bfloat16", "bfloat16")
+    monkeypatch.setattr(driver, "_active", _Driver(card.capability[0] * 10 + card.capability[1]))
+    spec = AttentionSpec.parse(TEXT)
+    module = load(render(spec, make_plan(spec, problem, card, "forward"), problem).text + f"# {gpu}\n")
+    replay.watch_launches(module)
+
+    def both(q, k, v, seed, bias):
+        out, lse = module.forward(q, k, v, (bias,), seed, (2, 2, 2))
+        return [out, lse, *module.backward(out, q, k, v, (bias,), seed, out, lse, (2, 2, 2))]
+
+    calls = []
+    for n in range(2):
+        _, q, k, v, aux, seed = operands(TEXT, problem, n)
+        calls.append((q, k, v, seed, *aux))
+    with replay.Recording(calls[0]) as recording:
+        first = both(*calls[0])
+    again = recording.replay(first)
+    del recorder[:]
+    for call in calls:
+        results, replayed = both(*call), again(*call)
+        assert [(r.shape, r.stride(), r.dtype) for r in results] == [(r.shape, r.stride(), r.dtype) for r in replayed]
+        by_triton, by_replay = ([launch[1:] for launch in recorder if launch[0] == who] for who in ("triton", "replay"))
+        assert len(by_triton) == len(by_replay) >= 4
+        place = {t.data_ptr(): t.data_ptr() for t in call}  # an operand is itself; a buffer of the first is one buffer of the second
+        for (name, grid, expected), (found_name, found_grid, found) in zip(by_triton, by_replay):
+            assert (name, grid, len(expected)) == (found_name, found_grid, len(found))
+            for a, b in zip(expected, found):
+                assert _same(a, b, place), (name, a, b)
+        del recorder[:]
+
+
+def _same(expected, found, place: dict[int, int]) -> bool:
+    if isinstance(expected, tuple):  # a tensor map: its address first
+        return expected[2:] == found[2:] and _same(int(expected[1]), int(found[1]), place)
+    return expected == found or (isinstance(expected, int) and expected > 2 ** 32 and place.setdefault(expected, found) == found)
+
+
+def test_operations_and_buffers_are_replayed(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def function(x, y):
+        buffer = torch.empty(4, 3)
+        buffer.copy_(x)
+        buffer[..., :2] += y.sum((0,), keepdim=True)
+        low, high = torch.aminmax(buffer)
+        return [buffer.permute(1, 0), high - low, x, None]
+
+    first = torch.randn(4, 3), torch.randn(5, 2)
+    with replay.Recording(first) as recording:
+        results = function(*first)
+    again = recording.replay(results)
+    for _ in range(2):
+        x, y = torch.randn(4, 3), torch.randn(5, 2)
+        for a, b in zip(again(x, y), function(x, y)):
+            assert a is b if b is None or b is x else torch.equal(a, b) and a.stride() == b.stride()
+    assert not any(isinstance(c.cell_contents, torch.Tensor) for step, _ in again.args[0] for c in step.__closure__)
+
+
+def test_what_a_replay_could_get_wrong_is_not_replayed():
+    constant = torch.ones(3)
+    for function in (lambda x: [x * x.sum().item()], lambda x: [x + constant], lambda x: [constant]):
+        x = torch.randn(3)
+        with replay.Recording([x]) as recording:
+            results = function(x)
+        assert recording.replay(results) is None
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_triton_s_launcher_is_driven_as_triton_drives_it(described, monkeypatch):
+    """The same C function gets the same arguments from Triton's launcher and from ours."""
+    from triton.backends.nvidia import driver as nvidia
+    seen = []
+
+    class Launch:
+        def __call__(self, *args):
+            seen.append(args)
+
+    signature = {"x": "*bf16", "t": "tensordesc<bf16[64, 64]>" if described else "i64", "n": "i32"}
+    layout = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+    fill = lambda *a: ("map", *map(str, a))
+    monkeypatch.setattr(driver, "_active", types.SimpleNamespace(utils=types.SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)))
+    launcher = object.__new__(nvidia.CudaLauncher)
+    launcher.__dict__.update(launch=nvidia.wrap_handle_tensordesc(Launch(), signature, [layout] if described else None), num_ctas=1,
+                             global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+                             launch_cooperative_grid=False, launch_pdl=True)
+    if "kernel_signature" in nvidia.CudaLauncher.__init__.__code__.co_names:
+        launcher.__dict__.update(arg_annotations="annotations", kernel_signature="signature")
+    compiled = types.SimpleNamespace(run=launcher, function="function", packed_metadata="packed", metadata=types.SimpleNamespace(tensordesc_meta=[layout]))
+    tensor = TensorDescriptor(torch.zeros(128, 64, dtype=torch.bfloat16), [128, 64], [64, 1], [64, 64]) if described else 5
+    launcher(7, 1, 1, "stream", "function", "packed", None, None, None, 11, tensor, 3)
+    expanded = compat.expanded_descriptor(tensor, layout) if described else [tensor]
+    compat.direct_launch(compiled)(7, "stream", [11, *expanded, 3])
+    flat = [[*a[:-1], *a[-1]] if isinstance(a[-1], (list, tuple)) else list(a) for a in seen]
+    assert len(flat) == 2 and flat[0] == flat[1]
