@@ -23,19 +23,30 @@ _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.defau
 
 
 class Watched:
-    """Stands in for a kernel in a generated module and tells the recording under way what was launched."""
+    """Stands in for a kernel in a generated module and tells the recording under way what was launched.
+
+    The assembler gives a kernel fewer registers than there are when it hopes for more programs at a time, and then spills some. A kernel
+    that spills is compiled again with as many as a thread can have.
+    """
 
     def __init__(self, kernel):
-        self.kernel = kernel
+        self.kernel, self.more = kernel, None
 
     def __getitem__(self, grid):
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid, *args, **options):
-        compiled = self.kernel[grid](*args, **options)
+        if self.more is None:
+            self.more = without_spilling(compat.spilled(self.kernel.warmup(*args, grid=grid, **options)), options)
+        compiled = self.kernel[grid](*args, **options, **self.more)
         recording = getattr(_active, "recording", None)
         if recording is not None:
             recording.launched(compiled, grid[0], [*args, *(options[name] for name in self.kernel.arg_names[len(args):])])
+
+
+def without_spilling(spilled: int, options: dict) -> dict[str, int]:
+    """What to add to a kernel's options, by how much it spilled with these."""
+    return {"maxnreg": 255} if spilled and "maxnreg" not in options else {}
 
 
 def watch_launches(module) -> None:

@@ -82,6 +82,12 @@ def direct_launch(compiled):
     return lambda grid, stream, args: launch(grid, 1, 1, stream, *fixed, None, None, packed, None, None, None, *args)  # Triton 3.6
 
 
+def spilled(compiled) -> int:
+    """Registers that a compiled kernel spills, as the driver reports when it is loaded."""
+    compiled.run  # loads it
+    return compiled.n_spills
+
+
 def descriptor_metadata(compiled) -> list:
     """How each tensor descriptor of a compiled kernel is laid out in shared memory; empty if it has none."""
     return list(getattr(compiled.metadata, "tensordesc_meta", None) or [])

@@ -51,6 +51,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(CompiledKernel, "run", property(by_triton))
     monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda self, *a: None)
     monkeypatch.setattr(CompiledKernel, "function", None, raising=False)
+    monkeypatch.setattr(compat, "spilled", lambda compiled: 0)
     monkeypatch.setattr(compat, "interpreting", lambda: False)
     monkeypatch.setattr(compat, "direct_launch", lambda compiled: lambda grid, stream, args: launches.append(("replay", compiled.name, (grid, 1, 1), args)))
     monkeypatch.setattr(_Driver, "utils", types.SimpleNamespace(fill_tma_descriptor=lambda *a: ("map", *map(str, a)),
@@ -105,6 +106,26 @@ def _same(expected, found, place: dict[int, int]) -> bool:
     if isinstance(expected, tuple):  # a tensor map: its address first
         return expected[2:] == found[2:] and _same(int(expected[1]), int(found[1]), place)
     return expected == found or (isinstance(expected, int) and expected > 2 ** 32 and place.setdefault(expected, found) == found)
+
+
+def test_a_kernel_that_spills_is_compiled_with_all_registers(monkeypatch):
+    asked = []
+
+    class Kernel:
+        arg_names = ("x",)
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: asked.append(options)
+
+        def warmup(self, *args, grid, **options):
+            return types.SimpleNamespace(options=options)
+
+    for spills, given, expected in ((0, {}, {}), (4, {}, {"maxnreg": 255}), (4, {"maxnreg": 168}, {"maxnreg": 168})):
+        monkeypatch.setattr(compat, "spilled", lambda compiled: spills)
+        kernel = replay.Watched(Kernel())
+        kernel[(1,)](1, **given)
+        kernel[(1,)](1, **given)
+        assert asked[-2:] == [expected, expected]
 
 
 def test_operations_and_buffers_are_replayed(monkeypatch):

@@ -1,0 +1,1 @@
+"""`python -m flashfx bench`: FlashFX and its peers side by side, in one run, on random data."""

@@ -1,0 +1,110 @@
+"""`python -m flashfx bench attention`."""
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from .measure import PASSES, clocks, measure
+from .peers import PEERS
+from .table import plot as draw
+from .table import text
+from .variants import VARIANTS, Shape
+
+app = typer.Typer(no_args_is_help=True, help="FlashFX and its peers side by side, in one run, on random data.")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _chosen(given: str, known, what: str) -> list[str]:
+    names = [n.strip() for n in given.split(",") if n.strip()]
+    unknown = [n for n in names if n not in known]
+    if unknown or not names:
+        raise typer.BadParameter(f"unknown {what} {', '.join(unknown) or given!r}; known: {', '.join(known)}")
+    return names
+
+
+def _numbers(given: str, what: str) -> list[int]:
+    try:
+        found = [int(float(n[:-1]) * 1024) if n.strip().lower().endswith("k") else int(n) for n in given.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{what} {given!r}: numbers separated by commas are expected, as 512,1k,16k") from None
+    if any(n < 1 for n in found):
+        raise typer.BadParameter(f"{what} {given!r}: positive numbers are expected")
+    return found
+
+
+def device_line(device: torch.device) -> str:
+    """Device, clocks and versions: what a figure means nothing without."""
+    import triton
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.processor() or platform.machine()}), timings are noise"
+    cudnn = f", cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
+    now = clocks(device)
+    return f"{name}{f' [{now}]' if now else ''}, torch {torch.__version__}, triton {triton.__version__}{cudnn}, Python {platform.python_version()}"
+
+
+@app.callback()
+def bench() -> None:
+    """FlashFX and its peers side by side, in one run, on random data."""
+
+
+@app.command()
+def attention(
+    variant: Annotated[str, typer.Option(help=f"comma-separated, or all: {', '.join(VARIANTS)}")] = "full,causal",
+    length: Annotated[str, typer.Option(help="sequence lengths")] = "512,1k,2k,4k,8k,16k",
+    head_size: Annotated[str, typer.Option(help="head sizes of queries and keys; 192:128 means values of another size")] = "64,128",
+    tokens: Annotated[int, typer.Option(help="batch = tokens / length")] = 16384,
+    hidden: Annotated[int, typer.Option(help="heads = hidden / head size")] = 2048,
+    heads: Annotated[int, typer.Option(help="heads, whatever the head size")] = 0,
+    group: Annotated[int, typer.Option(help="queries that share a key (GQA); a variant's own where 0")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")] = "bf16",
+    passes: Annotated[str, typer.Option("--pass", help=f"comma-separated: {', '.join(PASSES)}")] = "forward,both",
+    peers: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(PEERS)}")] = "flashfx,flex,flash,cudnn,fa4",
+    check: Annotated[bool, typer.Option(help="compare outputs and gradients with float64")] = True,
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu")] = "",
+    json_path: Annotated[str, typer.Option("--json", help="write every row here")] = "",
+    plot: Annotated[str, typer.Option(help="draw TFLOP/s over length here (.png, .svg)")] = "",
+) -> None:
+    """Attention alone: forward, backward and both, against peers.
+
+    Examples:
+
+      python -m flashfx bench attention
+      python -m flashfx bench attention --variant all --length 4k,16k --peers flashfx,flex
+      python -m flashfx bench attention --head-size 32,80,96,192:128,256 --json rows.json --plot rows.png
+    """
+    names = list(VARIANTS) if variant == "all" else _chosen(variant, VARIANTS, "variant")
+    who, which = _chosen(peers, PEERS, "peer"), _chosen(passes, PASSES, "pass")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    lengths = _numbers(length, "length")
+    sizes = [(pair[0], pair[-1]) for pair in (_numbers(s.replace(":", ","), "head size") for s in head_size.split(","))]
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    title = device_line(where)
+    print(title, flush=True)
+    rows = []
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("", total=len(names) * len(sizes) * len(lengths) * len(who))
+        for name in names:
+            for d, dv in sizes:
+                for n in lengths:
+                    count = heads or max(1, hidden // d)
+                    share = group or VARIANTS[name].kv_ratio
+                    shape = Shape(max(1, tokens // n), count, max(1, count // share), n, d, dv, DTYPES[dtype], where)
+                    for peer in who:
+                        progress.update(task, description=f"{name} d={d} N={n} {peer}")
+                        rows.append(measure(name, peer, shape, which, check))
+                        progress.advance(task)
+    print(text(rows, which), flush=True)
+    if now := clocks(where):
+        print(f"[{now}]")
+    if json_path:
+        with open(json_path, "w") as file:
+            json.dump({"device": title, "rows": [r.as_dict() for r in rows]}, file, indent=1)
+    if plot:
+        draw(rows, which, plot, title)

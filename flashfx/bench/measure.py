@@ -1,0 +1,168 @@
+"""Measure one peer on one workload: time of each pass, error against float64, peak memory."""
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .peers import PEERS, CannotRun
+from .variants import VARIANTS, Shape, Variant
+
+PASSES = ("forward", "backward", "both")
+WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+"""Matrix products of a pass over forward's, as FlashAttention-2, section 4.1, counts them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One peer on one workload. ms and TFLOP/s by pass; error is the relative error (Frobenius norm) of the output and of every gradient, the
+    worst of them, on one key head; eager_error is eager's in the same dtype. failed: why there are no numbers."""
+
+    variant: str
+    peer: str
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    head_size: int
+    dtype: str
+    ms: dict[str, float]
+    tflops: dict[str, float]
+    error: float | None = None
+    eager_error: float | None = None
+    peak_mib: float | None = None
+    clocks: str = ""
+    failed: str = ""
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def clocks(device: torch.device) -> str:
+    """SM clock, memory clock, power draw, now; empty where nvidia-smi is absent."""
+    if device.type != "cuda":
+        return ""
+    query = ["nvidia-smi", f"--id={device.index or 0}", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def median_ms(run, device: torch.device, budget_ms: float = 100.0) -> float:
+    """Median time of a call, caches flushed between calls on a GPU. On a CPU the figure is noise, good for trying the command."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+        return do_bench(run, warmup=25, rep=budget_ms, return_mode="median")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times)[1]
+
+
+def operands(shape: Shape, variant: Variant, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+    """(q, k, v), grad_out, captured tensors: standard normal, those that get a gradient marked so."""
+    torch.manual_seed(seed)
+    q = shape.randn(shape.batch, shape.heads, shape.length, shape.head_size)
+    k = shape.randn(shape.batch, shape.kv_heads, shape.length, shape.head_size)
+    v = shape.randn(shape.batch, shape.kv_heads, shape.length, shape.v_head_size)
+    grad_out = shape.randn(shape.batch, shape.heads, shape.length, shape.v_head_size)
+    tensors = variant.tensors(shape)
+    for t in (q, k, v, *(tensors[name] for name in variant.trained)):
+        t.requires_grad_()
+    return [q, k, v], grad_out, tensors
+
+
+def _one_head(variant: Variant, shape: Shape, qkv, grad_out, tensors):
+    """The part of a workload that belongs to its first key head, detached."""
+    q, k, v = qkv
+    heads = shape.heads // shape.kv_heads
+
+    def part(name, t):
+        for dim, letter in enumerate(variant.dims[name]):
+            if letter == "h":
+                t = t.narrow(dim, 0, heads)
+        return t
+    return [q[:, :heads], k[:, :1], v[:, :1]], grad_out[:, :heads], {n: part(n, t) for n, t in tensors.items()}, heads
+
+
+def _results(run, leaves: list[torch.Tensor], grad_out) -> list[torch.Tensor]:
+    out = run()
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def errors(variant: Variant, shape: Shape, found: list[torch.Tensor], qkv, grad_out, tensors) -> tuple[float, float]:
+    """(worst relative error of `found` = out and the gradients of q, k, v and the trained tensors, eager's own) on the first key head."""
+    part, grad, captured, heads = _one_head(variant, shape, qkv, grad_out, tensors)
+
+    def compute(dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in part]
+        own = {n: t.detach().to(dtype) if t.is_floating_point() else t for n, t in captured.items()}
+        trained = [own[n].requires_grad_() for n in variant.trained]
+        return _results(lambda: variant.attention(*leaves, **own), [*leaves, *trained], grad.to(dtype))
+
+    exact, eager = compute(torch.float64), compute(shape.dtype)
+    size = [heads, heads, 1, 1]
+    mine = [t[:, :n] for t, n in zip(found, size)]
+    for name, t in zip(variant.trained, found[4:]):
+        mine.append(_one_head(variant, shape, qkv, grad_out, {name: t})[2][name])
+    worst = lambda given: max(float((a.double() - b).norm() / b.norm().clamp(min=1e-300)) for a, b in zip(given, exact))
+    return worst(mine), worst(eager)
+
+
+def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True) -> Row:
+    """One row; whatever the peer raises ends up in `failed`."""
+    variant = VARIANTS[variant_name]
+    fixed = dict(variant=variant_name, peer=peer, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, length=shape.length,
+                 head_size=shape.head_size, dtype=str(shape.dtype).removeprefix("torch."))
+    cuda = shape.device.type == "cuda"
+    torch._dynamo.reset()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    keep = torch._functorch.config.patch(donated_buffer=False) if "backward" in passes else contextlib.nullcontext()
+    try:
+        with keep:  # backward alone runs through one graph many times
+            return _measured(variant, peer, shape, passes, check, fixed)
+    except CannotRun as reason:
+        return Row(**fixed, ms={}, tflops={}, failed=str(reason))
+    except Exception as error:  # noqa: BLE001  a peer that fails is a row that says why
+        if cuda:
+            torch.cuda.empty_cache()
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        return Row(**fixed, ms={}, tflops={}, failed=f"{type(error).__name__}: {lines[0][:160]}")
+
+
+def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fixed: dict) -> Row:
+    cuda = shape.device.type == "cuda"
+    qkv, grad_out, tensors = operands(shape, variant)
+    run = PEERS[peer](variant, shape, tensors)
+    leaves = [*qkv, *(tensors[name] for name in variant.trained)]
+    both = lambda: torch.autograd.grad(run(*qkv), leaves, grad_out)
+    found = _results(lambda: run(*qkv), leaves, grad_out) if "forward" not in passes or len(passes) > 1 else None
+    peak = None
+    if cuda and found is not None:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        both()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+    wrong = errors(variant, shape, found, qkv, grad_out, tensors) if check and found is not None and not variant.random else (None, None)
+    del found
+    ms = {}
+    if "forward" in passes:
+        with torch.no_grad():
+            ms["forward"] = median_ms(lambda: run(*qkv), shape.device)
+    if "backward" in passes:
+        out = run(*qkv)
+        ms["backward"] = median_ms(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True), shape.device)
+    if "both" in passes:
+        ms["both"] = median_ms(both, shape.device)
+    work = 2 * shape.batch * shape.heads * variant.visible(shape, tensors) * (shape.head_size + shape.v_head_size)
+    tflops = {name: WORK[name] * work / time_ms / 1e9 for name, time_ms in ms.items()}
+    return Row(**fixed, ms=ms, tflops=tflops, error=wrong[0], eager_error=wrong[1], peak_mib=peak, clocks=clocks(shape.device))

@@ -1,0 +1,91 @@
+"""Rows of a measurement as text and as a picture."""
+from __future__ import annotations
+
+import math
+from typing import Sequence
+
+from .measure import Row
+
+OURS = "flashfx"
+
+
+def workload(row: Row) -> tuple:
+    return row.variant, row.head_size, row.batch, row.heads, row.kv_heads, row.length, row.dtype
+
+
+def best_peer(rows: Sequence[Row], name: str, peers: Sequence[str] | None = None) -> Row | None:
+    """The fastest peer of one workload in pass `name`, other than FlashFX."""
+    rivals = [r for r in rows if r.peer != OURS and name in r.tflops and (peers is None or r.peer in peers)]
+    return max(rivals, key=lambda r: r.tflops[name], default=None)
+
+
+def groups(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(workload(row), []).append(row)
+    return found
+
+
+def ratio(rows: Sequence[Row], name: str) -> float | None:
+    """FlashFX's speed over the fastest peer's of one workload; None where either is missing."""
+    ours = next((r for r in rows if r.peer == OURS and name in r.tflops), None)
+    best = best_peer(rows, name)
+    return ours.tflops[name] / best.tflops[name] if ours and best else None
+
+
+def text(rows: Sequence[Row], passes: Sequence[str]) -> str:
+    """One line a workload and pass: TFLOP/s of each peer, FlashFX over the fastest of them, errors, memory; then why a peer has no number."""
+    peers = list(dict.fromkeys(r.peer for r in rows))
+    lines = ["TFLOP/s of the visible work (forward 2 (d + dv) per visible pair, backward 2.5 times that), medians; ratio: flashfx over the "
+             "fastest peer",
+             f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'error':>10}{'eager':>10}{'MiB':>9}"]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    ratios: dict[str, list[float]] = {name: [] for name in passes}
+    for key, group in groups(rows).items():
+        by_peer = {r.peer: r for r in group}
+        ours = by_peer.get(OURS)
+        for name in passes:
+            cells = "".join(f"{by_peer[p].tflops[name]:>10.0f}" if p in by_peer and name in by_peer[p].tflops else f"{'-':>10}" for p in peers)
+            found = ratio(group, name)
+            if found:
+                ratios[name].append(found)
+            tail = f"{found:>8.2f}" if found else f"{'-':>8}"
+            if name == passes[-1] and ours is not None and ours.error is not None:
+                tail += f"{ours.error:>10.1e}{ours.eager_error:>10.1e}"
+                tail += f"{ours.peak_mib:>9.0f}" if ours.peak_mib is not None else ""
+            lines.append(f"{key[0]:<10}{key[1]:>4}{key[5]:>7}  {name:<9}{cells}{tail}")
+        for row in group:
+            if row.failed:
+                reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={row.head_size} N={row.length}")
+    for name, found in ratios.items():
+        if len(found) > 1:
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            lines.append(f"{name}: geometric mean of the ratios {mean:.3f}, least {min(found):.2f}, {len(found)} workloads")
+    lines += [f"no number for {peer} ({', '.join(where[:3])}{', …' if len(where) > 3 else ''}): {why}" for (peer, why), where in reasons.items()]
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], passes: Sequence[str], path: str, title: str) -> None:
+    """TFLOP/s over length: one picture a variant and head size, one line a peer. Needs matplotlib (the `report` extra)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    panels = list(dict.fromkeys((r.variant, r.head_size) for r in rows))
+    figure, axes = pyplot.subplots(len(panels), len(passes), figsize=(5 * len(passes), 3.2 * len(panels)), squeeze=False)
+    for line, (variant, head_size) in zip(axes, panels):
+        for axis, name in zip(line, passes):
+            for peer in dict.fromkeys(r.peer for r in rows):
+                points = sorted((r.length, r.tflops[name]) for r in rows
+                                if (r.variant, r.head_size, r.peer) == (variant, head_size, peer) and name in r.tflops)
+                if points:
+                    axis.plot(*zip(*points), marker="o", markersize=3, label=peer, linewidth=2.2 if peer == OURS else 1.2)
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.set_title(f"{variant}, head size {head_size}: {name}", fontsize=9)
+            axis.set_xlabel("length")
+            axis.set_ylabel("TFLOP/s")
+            axis.legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

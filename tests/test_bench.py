@@ -1,0 +1,110 @@
+"""The bench command: each variant is one function to every peer, is found, and counts its work right; the command runs and says what failed."""
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+import flashfx
+from flashfx.bench import variants as known
+from flashfx.bench.measure import Row, measure, operands
+from flashfx.bench.table import text
+from flashfx.bench.variants import VARIANTS, Shape
+
+N = 48
+
+
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch):
+    monkeypatch.setattr(known, "WINDOW", 16)
+
+
+def shape(variant) -> Shape:
+    return Shape(2, 8, 8 // variant.kv_ratio, N, 16, 16, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flashfx_takes_every_variant(name):
+    variant = VARIANTS[name]
+    qkv, _, tensors = operands(shape(variant), variant)
+    report = flashfx.explain(variant.attention, *qkv, **tensors)
+    assert [region.fused for region in report] == [True]
+
+
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.flex])
+def test_flex_computes_the_same(name):
+    variant = VARIANTS[name]
+    qkv, _, tensors = operands(shape(variant), variant)
+    with torch.no_grad():
+        score_mod, mask_mod = variant.flex(tensors)
+        if mask_mod is not None:  # the mask as part of the score: eager FlexAttention skips nothing
+            visible, own = mask_mod, score_mod
+            score_mod = lambda s, b, h, i, j: torch.where(visible(b, h, i, j), s if own is None else own(s, b, h, i, j), -float("inf"))
+        found = flex_attention(*(t.detach() for t in qkv), score_mod=score_mod, enable_gqa=True, return_lse=variant.after is not None)
+        found = variant.after(*found, tensors) if variant.after else found
+        torch.testing.assert_close(found, variant.attention(*qkv, **tensors))
+
+
+@pytest.mark.parametrize("name", [n for n, v in VARIANTS.items() if v.flex])
+def test_visible_pairs(name):
+    variant = VARIANTS[name]
+    given = shape(variant)
+    _, _, tensors = operands(given, variant)
+    mask_mod = variant.flex(tensors)[1]
+    pairs = float(create_mask(mask_mod, given.batch, given.heads, N, N, device="cpu").sum()) / given.batch / given.heads if mask_mod else N * N
+    assert pairs - N / 2 <= variant.visible(given, tensors) <= pairs  # a triangle counts n^2 / 2, without half its diagonal
+
+
+def test_buckets_are_those_of_t5():
+    from transformers.models.t5.modeling_t5 import T5Attention
+    i, j = torch.arange(300)[:, None], torch.arange(300)
+    assert torch.equal(known.bucket(i, j), T5Attention._relative_position_bucket(j - i, True, known.BUCKETS, known.FARTHEST))
+
+
+@pytest.mark.parametrize("name, peer", [("causal", "flashfx"), ("bias", "flashfx"), ("t5", "eager"), ("gqa", "efficient"), ("sinks", "flashfx")])
+def test_a_row(name, peer):
+    row = measure(name, peer, shape(VARIANTS[name]))
+    assert not row.failed or peer == "efficient", row.failed
+    if not row.failed:
+        assert set(row.ms) == set(row.tflops) == {"forward", "backward", "both"}
+        assert row.error < 1e-5 and row.eager_error < 1e-5
+
+
+def test_a_wrong_peer_shows_in_its_error(monkeypatch):
+    from flashfx.bench import peers
+    monkeypatch.setitem(peers.PEERS, "eager", lambda variant, shape, tensors: lambda q, k, v: known.full(q, k, v))
+    assert measure("causal", "eager", shape(VARIANTS["causal"]), ("both",)).error > 0.1
+
+
+def test_a_peer_that_fails_is_a_row_that_says_why():
+    row = measure("t5", "flash", shape(VARIANTS["t5"]))
+    assert row.failed == "scaled_dot_product_attention cannot say it without an N x N tensor" and not row.ms
+    shown = text([row, Row("t5", "flashfx", 2, 8, 8, N, 16, "float32", {"both": 1.0}, {"both": 2.0})], ["both"])
+    assert f"no number for flash (t5 d=16 N={N}): scaled_dot_product_attention cannot say it" in shown
+
+
+def test_the_command(tmp_path, capsys):
+    from typer.testing import CliRunner
+
+    from flashfx.bench.command import app
+    arguments = ["attention", "--variant", "causal", "--length", "32", "--head-size", "16:8", "--tokens", "64", "--heads", "2", "--dtype", "fp32",
+                 "--peers", "flashfx,eager,fa3", "--device", "cpu", "--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "geometric mean" not in done.output and "no number for fa3" in done.output and "timings are noise" in done.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["peer"], sorted(r["ms"])) for r in rows] == [("flashfx", ["both", "forward"]), ("eager", ["both", "forward"]), ("fa3", [])]
+    assert (tmp_path / "rows.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("arguments, says", [(["--variant", "windw"], "unknown variant 'windw'; known: full, causal"),
+                                             (["--length", "4x"], "numbers separated by commas are expected"),
+                                             (["--peers", ""], "unknown peer"), (["--dtype", "int8"], "unknown dtype 'int8'")])
+def test_bad_arguments(arguments, says):
+    from typer.testing import CliRunner
+
+    from flashfx.bench.command import app
+    done = CliRunner().invoke(app, ["attention", *arguments])
+    assert done.exit_code == 2 and says in " ".join(done.output.replace("│", " ").split())
