@@ -6,6 +6,7 @@ Triton is imported only when a kernel is needed.
 """
 from __future__ import annotations
 
+import functools
 from typing import Sequence
 
 import torch
@@ -24,6 +25,12 @@ def uses_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return q.is_cuda or (q.device.type == "cpu" and interpreting())
 
 
+@functools.cache
+def _triton_host():
+    from . import triton_host
+    return triton_host
+
+
 def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, sizes: Sequence[int]):
     """(out, lse) of one attention site.
 
@@ -34,8 +41,7 @@ def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: tor
     nothing is in eager PyTorch. Raises PlanError if no tile fits the device.
     """
     if uses_triton(q, k, v):
-        from .triton_host import run_forward
-        return run_forward(spec, q, k, v, aux, seed, sizes)
+        return _triton_host().run_forward(spec, q, k, v, aux, seed, sizes)
     return torch_tiled.forward(spec, q, k, v, aux, seed, sizes)
 
 
@@ -50,6 +56,5 @@ def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor]
     if grad_lse is not None and differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:]))):
         raise PlanError("a gradient of the log-sum-exp beside gradients of captured tensors is not supported")
     if uses_triton(q, k, v):
-        from .triton_host import run_backward
-        return run_backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse)
+        return _triton_host().run_backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse)
     return torch_tiled.backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=grad_lse)

@@ -161,9 +161,13 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
         heavy = is_heavy(spec, kernel)
         start = START[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several)]
         if several and found == "mma":  # an accumulator for each piece of the head: registers run out earlier
-            start = {("keys", True): (16, 64, 8, 1), ("forward", True): (64, 32, 8, 2), ("forward", False): (32, 32, 4, 2)}.get((kernel, head <= 128), start)
+            start = {("keys", True): (16, 64, 8, 1), ("rows", True): (64, 32, 8, 2), ("forward", True): (64, 32, 8, 2),
+                     ("forward", False): (32, 32, 4, 2)}.get((kernel, head <= 128), start)
         elif several and found == "tcgen05" and kernel == "keys" and heavy and head <= 128:
             start = (32, 64, 4 if head <= 80 else 8, 2)
+        if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
+            start = {("mma", 64): (32, 32, 8, 1) if several else start, ("mma", 128): (32, 32, 8, 1) if several else start,
+                     ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), start)
     if found == "wgmma" and kernel == "forward" and head <= 128 and not spec.is_masked and not is_heavy(spec, kernel):
         long = head == 128 and problem.N % 128 == 0 and problem.N >= 2048  # half the passes over k and v: sustained, less power
         start = (64, 128, 4, 2) if head <= 64 else (128, 64, 4, 2) if long else start

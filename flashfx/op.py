@@ -9,9 +9,11 @@ spec has dropout, `sizes` the values of the spec's named sizes.
 """
 from __future__ import annotations
 
+import functools
 
 import torch
 
+from .codegen import launch
 from .codegen.layout import output_strides
 from .errors import FlashFXError
 from .spec import AttentionSpec
@@ -22,25 +24,26 @@ _library.define("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q,
                 "Tensor lse, SymInt[] sizes, str spec, bool[] needs) -> Tensor[]")
 
 
-def _extents(spec: AttentionSpec, q, k, v) -> list:
-    """The extent of each batch axis, from an operand that varies along it."""
-    out = []
-    for d, axis in enumerate(spec.axes):
-        owner = q if axis in spec.q else k if axis in spec.k else v
-        out.append(owner.shape[d])
-    return out
+@functools.cache
+def _parsed(spec: str) -> tuple[AttentionSpec, tuple[int, ...]]:
+    """The spec, and for each batch axis which of (q, k, v) has its extent."""
+    parsed = AttentionSpec.parse(spec)
+    return parsed, tuple(0 if axis in parsed.q else 1 if axis in parsed.k else 2 for axis in parsed.axes)
+
+
+def _extents(owners: tuple[int, ...], q, k, v) -> list:
+    shapes = (q.shape, k.shape, v.shape)
+    return [shapes[owner][d] for d, owner in enumerate(owners)]
 
 
 def _attention(q, k, v, aux, seed, sizes, spec):
-    from .codegen.launch import forward
-    parsed = AttentionSpec.parse(spec)
-    return forward(parsed, q, k, v, aux, seed, [*_extents(parsed, q, k, v), *sizes])
+    parsed, owners = _parsed(spec)
+    return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes])
 
 
 def _attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs):
-    from .codegen.launch import backward
-    parsed = AttentionSpec.parse(spec)
-    return backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(parsed, q, k, v), *sizes], needs, grad_lse)
+    parsed, owners = _parsed(spec)
+    return launch.backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(owners, q, k, v), *sizes], needs, grad_lse)
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -49,7 +52,7 @@ _library.impl("attention_backward", _attention_backward, "CompositeExplicitAutog
 
 @torch.library.register_fake("flashfx::attention", lib=_library)
 def _attention_fake(q, k, v, aux, seed, sizes, spec):
-    extents, M, Dv = _extents(AttentionSpec.parse(spec), q, k, v), q.shape[-2], v.shape[-1]
+    extents, M, Dv = _extents(_parsed(spec)[1], q, k, v), q.shape[-2], v.shape[-1]
     out = v.new_empty_strided((*extents, M, Dv), output_strides(extents, M, Dv))
     lse_dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     return out, q.new_empty((*extents, M), dtype=lse_dtype)

@@ -16,7 +16,7 @@ yields is the numerics contract, `EmptyRow`:
             v over the keys of `empty_over`, and no gradient flows into q and k;
 * MEAN_ADD  the constant was *added* (HuggingFace's additive masks): the same mean, and softmax's gradient flows.
 
-The text form (`str(spec)`, `AttentionSpec.parse`) is what the rewritten graph carries in `flashfx::attention`.
+The text form (`str(spec)`, `AttentionSpec.parse`) is what the rewritten graph carries in `flashfx::attention`, on one line.
 """
 from __future__ import annotations
 
@@ -96,10 +96,15 @@ class AttentionSpec:
     def __str__(self) -> str:
         return to_text(self)
 
+    @property
+    def line(self) -> str:
+        """The text on one line, as the graph carries it: compilers print arguments of nodes into comments of the code they generate."""
+        return "; ".join(" ".join(line.split()) for line in str(self).splitlines())
+
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def parse(text: str) -> AttentionSpec:
-        """Read what `str(spec)` printed. Raises `SpecError` naming the line."""
+        """Read what `str(spec)` or `spec.line` gave. Raises `SpecError` naming the line."""
         return from_text(text)
 
     @property
@@ -153,7 +158,7 @@ def to_text(spec: AttentionSpec) -> str:
 def from_text(text: str) -> AttentionSpec:
     fields: dict = {"aux": [], "sizes": ()}
     pending: list[tuple[str, str]] = []
-    for number, line in enumerate(text.strip().splitlines(), 1):
+    for number, line in enumerate(text.strip().replace(";", "\n").splitlines(), 1):
         line = line.strip()
         try:
             head, _, rest = line.partition(" ")

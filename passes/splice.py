@@ -54,7 +54,7 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
         if lifted.random not in seeds:
             seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
         seed = seeds[lifted.random]
-    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, str(spec))
+    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, spec.line)
     out = emit.call(operator.getitem, op, 0)
     axes = [*lifted.dims, "i", "e"]
     v_dtype = lifted.v[0].value.dtype

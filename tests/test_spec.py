@@ -52,6 +52,7 @@ SPECS = [
 def test_specs_print_and_parse_back(spec):
     assert AttentionSpec.parse(str(spec)) == spec
     assert hash(AttentionSpec.parse(str(spec))) == hash(spec)
+    assert AttentionSpec.parse(spec.line) == spec and "\n" not in spec.line
     assert "_hash" in spec.__dict__ and "_hash" not in pickle.loads(pickle.dumps(spec)).__dict__, "hashes are of one process"
 
 

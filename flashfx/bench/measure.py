@@ -135,8 +135,8 @@ def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bo
     except Exception as error:  # noqa: BLE001  a peer that fails is a row that says why
         if cuda:
             torch.cuda.empty_cache()
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return Row(**fixed, ms={}, tflops={}, failed=f"{type(error).__name__}: {lines[0][:160]}")
+        said = " ".join(str(error).split())
+        return Row(**fixed, ms={}, tflops={}, failed=f"{type(error).__name__}: {said[:300]}")
 
 
 def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fixed: dict) -> Row:
