@@ -166,8 +166,8 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
         elif several and found == "tcgen05" and kernel == "keys" and heavy and head <= 128:
             start = (32, 64, 4 if head <= 80 else 8, 2)
         if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
-            narrow = min(c.width for c in chunks(max(problem.D, problem.Dv))) == 8
-            start = {("mma", 128): (32, 32, 8, 1) if narrow else start, ("mma", 256): (16, 32, 8, 2),
+            masked = max(problem.D, problem.Dv) % 16 > 0  # the last piece has columns to hide
+            start = {("mma", 128): (32, 32, 8, 1) if masked else start, ("mma", 256): (16, 32, 8, 2),
                      ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), start)
     if found == "wgmma" and kernel == "forward" and head <= 128 and not spec.is_masked and not is_heavy(spec, kernel):
         long = head == 128 and problem.N % 128 == 0 and problem.N >= 2048  # half the passes over k and v: sustained, less power
