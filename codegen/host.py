@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from ..expr import Const, Load
+from ..spec import AttentionSpec
 from . import captured
 from .parts import Site, count, extent
 from .program import local
@@ -34,6 +35,8 @@ def _unpack(site: Site, out: Writer) -> None:
     if names:
         out.line(", ".join(names) + ("," if len(names) == 1 else "") + " = sizes")
     out.line("M, N = q.shape[-2], k.shape[-2]")
+    if site.listed:
+        out.line("row_blocks, key_blocks = blocks or lists_for(SPEC, aux, sizes, M, N)", "which tiles the mask leaves")
 
 
 def _grid(options: str, block: str, size: str, axes) -> str:
@@ -45,9 +48,23 @@ def _shape(items) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
+def kinds_function(mask: AttentionSpec, kernel: Kernel) -> str:
+    """Host function of the mask summary: int32 kinds of all blocks."""
+    out = Writer()
+    with out.block("def kinds(aux, sizes):"):
+        out.line('"""What the mask leaves of each block (*axes, row block, key block): 0 nothing, 1 some, 2 all of it."""')
+        out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
+        out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
+        blocks = ["triton.cdiv(M, BLOCKS['BLOCK'])", "triton.cdiv(N, BLOCKS['BLOCK'])"]
+        out.line(f"kinds = torch.empty({_shape([*(extent(a) for a in mask.axes), *blocks])}, dtype=torch.int32, device=aux[0].device)")
+        kernel.call("(kinds.numel(),)", out)
+        out.line("return kinds")
+    return out.text
+
+
 def forward_function(site: Site, kernel: Kernel) -> str:
     out = Writer()
-    with out.block("def forward(q, k, v, aux, seed, sizes):"):
+    with out.block(f"def forward(q, k, v, aux, seed, sizes{', blocks=None' if site.listed else ''}):"):
         out.line('"""(out, lse), as flashfx.codegen.launch.forward."""')
         _unpack(site, out)
         extents = _shape(extent(a) for a in site.spec.axes)
@@ -59,7 +76,7 @@ def forward_function(site: Site, kernel: Kernel) -> str:
 
 def backward_function(site: Site, found: dict[str, Kernel]) -> str:
     spec, out = site.spec, Writer()
-    extra = "" if site.loads else ", grad_lse=None"
+    extra = ("" if site.loads else ", grad_lse=None") + (", blocks=None" if site.listed else "")
     with out.block(f"def backward(grad_out, q, k, v, aux, seed, out, lse, sizes{extra}):"):
         out.line('"""Gradients of (q, k, v, *aux), as flashfx.codegen.launch.backward; None where none was asked for."""')
         _unpack(site, out)

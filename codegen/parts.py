@@ -83,6 +83,7 @@ class Site:
     wide: bool = False           # M <= N is known: with it, more masks provably leave no row empty
     whole: bool = False          # N is a multiple of every BLOCK_N: no tile reaches beyond the last key
     descriptors: bool = False    # read tiles through tensor descriptors (TMA)
+    listed: bool = False         # the mask's run-time summary says which tiles to visit
     needs: tuple[bool, ...] = ()
 
     @property
@@ -204,7 +205,8 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
             for c, _, _ in pieces(site, name):
                 block = "BLOCK_M" if row == "m" else "BLOCK_N"
                 out[tiles_name(name, c)] = f"tiles_of({tensor}, {axes}, OPTIONS['{block}'], {c.width})"
-    out |= {"Lse": "lse", "Lse2": "lse2", "Delta": "delta", "Averaging": "averaging"} | results
+    out |= {"Lse": "lse", "Lse2": "lse2", "Delta": "delta", "Averaging": "averaging",
+            "RowBlocks": "row_blocks", "KeyBlocks": "key_blocks"} | results
     out |= {pointer(a.name): local(a.name) for a in spec.aux} | {"Seed": "seed"}
     for name, (_, tensor, prefix, row, _) in OPERANDS.items():
         for position, axis in enumerate(spec.axes):
@@ -349,10 +351,11 @@ class Loops:
                 if self.full:
                     out.assign("full_stop", f"tl.where({override}, {size}, full_stop)")
 
-    def full_head(self) -> str:
+    def full_head(self) -> tuple[str, list[str]]:
+        """The loop over full tiles and the first lines of its body."""
         last = self.size if self.padded else f"{self.size} // {self.block} * {self.block}"
         ends = f"0, {last}" if self.found.is_total else f"full_start, {self.size if self.partial_first else 'full_stop'}"
-        return f"for {self.index}0 in tl.range({ends}, {self.block}):"
+        return f"for {self.index}0 in tl.range({ends}, {self.block}):", []
 
     def partial_head(self, out: Writer, override: bool = False) -> tuple[str, list[str]]:
         """The loop over partial tiles and the first lines of its body."""

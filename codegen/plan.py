@@ -11,7 +11,8 @@ from ..compat import tf32_allowed
 from ..errors import PlanError
 from ..expr import Call, Var, walk
 from ..region import Problem
-from ..spec import AttentionSpec
+from ..spec import BLOCK, AttentionSpec
+from .blocks import pays
 from .gpu import GPU
 from .parts import chunks, peel
 from .ranges import bounds
@@ -29,6 +30,7 @@ class Plan:
     shared     bytes of shared memory, an upper bound of what the compiler takes
     precision  of float32 matrix products: "ieee" or "tf32"
     descriptors  tiles are read by the tensor memory accelerator
+    listed     tiles to visit come from the mask's run-time summary
     reason     why these tiles
     """
 
@@ -46,6 +48,7 @@ class Plan:
     reason: str
     rows: Plan | None = None
     dense: Plan | None = None
+    listed: bool = False
 
     @property
     def options(self) -> dict[str, int]:
@@ -54,6 +57,8 @@ class Plan:
     def __str__(self) -> str:
         own = (f"{self.kernel} {self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages, "
                f"{self.shared / 1024:.0f} KiB shared{', TMA' if self.descriptors else ''}")
+        if self.listed:
+            own += f", tiles from a list of {BLOCK}x{BLOCK} blocks made at run time"
         parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
         return f"{self.schedule} on {self.gpu.name}: {'; '.join(parts)} ({self.reason})"
 
@@ -246,21 +251,24 @@ def has_descriptors(spec: AttentionSpec, problem: Problem, gpu: GPU) -> bool:
     return gpu.capability >= (9, 0) and len(spec.axes) <= 3 and "float32" not in (problem.dtype, problem.v_dtype)
 
 
-def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None) -> Plan:
+def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None,
+              listed: bool | None = None) -> Plan:
     """Tiles for "forward", or for "backward": the plan of the dK/dV kernel with `rows` and `dense` beside it.
 
     descriptors  False if the operands' strides rule out TMA; by default it is used where the card has it
+    listed       is there a run-time summary of the mask? By default where it pays
     Raises PlanError naming the limit if nothing fits.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, not {direction!r}")
     use = has_descriptors(spec, problem, gpu) and descriptors is not False
+    listed = pays(spec, problem) if listed is None else listed
     if direction == "forward":
-        return _plan("forward", direction, spec, problem, gpu, use)
+        return replace(_plan("forward", direction, spec, problem, gpu, use), listed=listed)
     rows = _plan("rows", direction, spec, problem, gpu, use)
     needs_dense = any({"i", "j"} <= load.variables for load in spec.score.loads if load.kind == "float")
     dense = _plan("dense", direction, spec, problem, gpu, False) if needs_dense else None
-    return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=dense)
+    return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=dense, listed=listed)
 
 
 def why_not(spec: AttentionSpec, problem: Problem, gpu: GPU) -> str | None:

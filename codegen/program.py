@@ -14,7 +14,7 @@ from .writer import Writer
 
 RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep seed
     rows cols d e z y g t tile tiles start stop full_start full_stop leading trailing i0 i1 j0 j1 i j M N tl triton torch
-    dense value hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV""".split())
+    dense value hidden mean first last some every inside columns row blocks Kinds Q K V Out Lse Lse2 Delta Seed dO dQ dK dV RowBlocks KeyBlocks""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {

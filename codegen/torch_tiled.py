@@ -17,11 +17,13 @@ import torch
 
 from ..expr import FALSE, QK
 from ..reference import evaluate, index_grid
-from ..spec import AttentionSpec, EmptyRow
+from ..spec import BLOCK, AttentionSpec, EmptyRow
 from . import captured
+from .blocks import kinds_of
 from .derivative import partial
 from .layout import empty_lse, empty_output
 from .philox import keep_mask
+from .schedules.blocks import EMPTY, FULL, PARTIAL
 
 MEAN_ROW = 2.0 ** 100
 """Log-sum-exp at or above this marks a row that averages v; divided by it, it is the number of keys averaged."""
@@ -47,7 +49,7 @@ def _spans(length: int, tile: int) -> Iterator[slice]:
 class _Site:
     """One call: operands in the compute dtype's view, and the tile-wise pieces both passes share."""
 
-    def __init__(self, spec: AttentionSpec, q, k, v, aux, seed, sizes: Sequence[int], tiles):
+    def __init__(self, spec: AttentionSpec, q, k, v, aux, seed, sizes: Sequence[int], tiles, blocks=None):
         self.spec, self.q, self.k, self.v, self.sizes = spec, q, k, v, sizes
         self.extents = tuple(int(e) for e in sizes[: len(spec.axes)])
         self.M, self.N = q.shape[-2], k.shape[-2]
@@ -55,6 +57,12 @@ class _Site:
         self.dtype = _compute_dtype(q, k, v)
         self.batch = math.prod(self.extents)
         self.tiles = tiles or tile_sizes(self.batch, self.M, self.N)
+        self.kinds = None
+        if blocks is not None:
+            kinds = kinds_of(blocks[0])
+            kinds = kinds.reshape(-1, *kinds.shape[-2:])  # a tile holds every batch index
+            self.kinds = None if 0 in kinds.shape else (kinds.amin(0), kinds.amax(0))
+            self.tiles = tiles or tuple(min(t, BLOCK) for t in self.tiles)
         self.is_empty = self.batch == 0 or self.M == 0 or self.N == 0
         if spec.dropout and not self.is_empty:
             self.seed = int(seed)
@@ -64,7 +72,10 @@ class _Site:
         """(index grid, q . k, visible) of one tile; visible is None where nothing is hidden, False where everything is."""
         env = index_grid(self.spec, self.sizes, self.M, self.N, self.q.device, rows, cols)
         visible = None
-        if self.spec.is_masked:
+        known = self._known(rows, cols)
+        if known == EMPTY:
+            return env, None, False
+        if self.spec.is_masked and known != FULL:
             visible = evaluate(self.spec.visible, env, self.tensors, None, self.dtype)
             if not visible.any():
                 return env, None, False
@@ -72,6 +83,13 @@ class _Site:
         if QK in self.spec.score.leaves:
             dot = self.q[..., rows, :].to(self.dtype) @ self.k[..., cols, :].to(self.dtype).mT
         return env, dot, visible
+
+    def _known(self, rows: slice, cols: slice) -> int:
+        """What the mask's summary says about one tile."""
+        if self.kinds is None:
+            return PARTIAL
+        least, most = (k[rows.start // BLOCK: -(-rows.stop // BLOCK), cols.start // BLOCK: -(-cols.stop // BLOCK)] for k in self.kinds)
+        return EMPTY if not most.any() else FULL if bool((least == FULL).all()) else PARTIAL
 
     def score(self, env, dot, visible) -> torch.Tensor:
         s = evaluate(self.spec.score, env, self.tensors, dot, self.dtype).to(self.dtype)
@@ -92,9 +110,9 @@ class _Site:
         return self.spec.is_masked and self.spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
 
 
-def forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, tiles: tuple[int, int] | None = None):
+def forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, tiles: tuple[int, int] | None = None, blocks=None):
     """(out, lse) as `flashfx.codegen.launch.forward`; `tiles` overrides the tile of (rows, columns)."""
-    site = _Site(spec, q, k, v, aux, seed, sizes, tiles)
+    site = _Site(spec, q, k, v, aux, seed, sizes, tiles, blocks)
     out, lse = empty_output(site.extents, site.M, v), empty_lse(site.extents, site.M, v)
     if site.is_empty:
         return out.zero_(), lse.fill_(-math.inf)
@@ -140,9 +158,10 @@ def _sum_to(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs: Sequence[bool],
-             tiles: tuple[int, int] | None = None, grad_lse: torch.Tensor | None = None) -> list[torch.Tensor]:
+             tiles: tuple[int, int] | None = None, grad_lse: torch.Tensor | None = None,
+             blocks=None) -> list[torch.Tensor]:
     """Gradients of (q, k, v, *aux) as `flashfx.codegen.launch.backward`."""
-    site = _Site(spec, q, k, v, aux, seed, sizes, tiles)
+    site = _Site(spec, q, k, v, aux, seed, sizes, tiles, blocks)
     operands = [q, k, v, *aux]
     sums = [torch.zeros(t.shape, dtype=site.dtype, device=t.device) if need else None for t, need in zip(operands, needs)]
     named = dict(zip((a.name for a in spec.aux), needs[3:]))

@@ -30,14 +30,15 @@ def problem_of(spec: AttentionSpec, q, k, v, sizes: Sequence[int]) -> Problem:
                    tuple(int(s) for s in sizes[n:]))
 
 
-def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, needs: tuple[bool, ...], descriptors: bool):
+def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, needs: tuple[bool, ...], descriptors: bool,
+               listed: bool = False):
     """The generated module; sizes other than head sizes do not enter its text, so that new lengths compile nothing new."""
     if device.type == "cpu":
         compat.repair_interpreter()
     card = gpu.current(device)
-    forward = plan.make_plan(spec, problem, card, "forward", descriptors)
-    backward = plan.make_plan(spec, problem, card, "backward", descriptors) if any(needs) else None
-    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision, forward.descriptors,
+    forward = plan.make_plan(spec, problem, card, "forward", descriptors, listed)
+    backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed) if any(needs) else None
+    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision, forward.descriptors, listed,
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
@@ -100,41 +101,44 @@ def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
             and (grad_out is None or describable(grad_out)))
 
 
-def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes):
+def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None):
     """`launch.forward` on a GPU or in Triton's interpreter."""
-    operands = (q, k, v, seed, *aux)
-    make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes))
+    operands = (q, k, v, seed, *(blocks or (None, None)), *aux)
+    make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes), blocks is not None)
     return tuple(_call(_key(spec, sizes, operands), make)(operands))
 
 
-def _forward(spec: AttentionSpec, q, k, v, aux, sizes) -> Callable:
-    """The function of (q, k, v, seed, *aux) for operands like these."""
+def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool) -> Callable:
+    """The function of (q, k, v, seed, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     _check(spec, aux)
     if math.prod(problem.extents) * problem.M * problem.N == 0:  # no keys, or no output at all
         return lambda q, k, v, *_: [empty_output(problem.extents, problem.M, v).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf)]
-    module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v))
-    return lambda q, k, v, seed, *aux: list(module.forward(q, k, v, aux, seed, sizes))
+    module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed)
+    given = lambda *blocks: (blocks,) if listed else ()
+    return lambda q, k, v, seed, rows, keys, *aux: list(module.forward(q, k, v, aux, seed, sizes, *given(rows, keys)))
 
 
-def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None):
+def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None, blocks=None):
     """`launch.backward` on a GPU or in Triton's interpreter."""
-    operands = (q, k, v, seed, grad_out, out, lse, grad_lse, *aux)
+    operands = (q, k, v, seed, grad_out, out, lse, grad_lse, *(blocks or (None, None)), *aux)
     needs = tuple(map(bool, needs))
-    make = functools.partial(_backward, spec, grad_out, q, k, v, aux, tuple(sizes), needs)
+    make = functools.partial(_backward, spec, grad_out, q, k, v, aux, tuple(sizes), needs, blocks is not None)
     return _call((needs, *_key(spec, sizes, operands)), make)(operands)
 
 
-def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs) -> Callable:
-    """The function of (q, k, v, seed, grad_out, out, lse, grad_lse, *aux) for operands like these."""
+def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs, listed: bool) -> Callable:
+    """The function of (q, k, v, seed, grad_out, out, lse, grad_lse, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
-    module = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out))
+    module = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out), listed)
 
-    def run(q, k, v, seed, grad_out, out, lse, grad_lse, *aux):
+    def run(q, k, v, seed, grad_out, out, lse, grad_lse, rows, keys, *aux):
         operands = (q, k, v, *aux)
-        extra = () if grad_lse is None else (grad_lse,)
-        grads = [None] * len(operands) if empty else module.backward(grad_out, q, k, v, aux, seed, out, lse, sizes, *extra)
+        named = {} if grad_lse is None else {"grad_lse": grad_lse}
+        if listed:
+            named["blocks"] = rows, keys
+        grads = [None] * len(operands) if empty else module.backward(grad_out, q, k, v, aux, seed, out, lse, sizes, **named)
         result = []
         for t, need, gradient in zip(operands, needs, grads):
             if not need:

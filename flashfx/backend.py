@@ -107,13 +107,19 @@ def _no_kernel(spec, problem, device: torch.device) -> str | None:
     return why_not(spec, problem, current(device))
 
 
+def _summarise(spec, problem) -> bool:
+    from .codegen.blocks import pays
+    return pays(spec, problem)
+
+
 def rewrite_graph(gm: fx.GraphModule, options: Options) -> list[Region]:
     """Rewrite `gm` in place under `options`; dumps and verifies if asked to."""
     from torch._functorch import config as functorch_config
     from .passes.pipeline import rewrite
     from . import op
     before = gm.print_readable(print_output=False) if options.dump else ""
-    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, why_not=_no_kernel)
+    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, why_not=_no_kernel,
+                      summarise=_summarise)
     fused = sum(r.fused for r in regions)
     if regions:
         log.info("%d attention sites, %d fused, %d left alone", len(regions), fused, len(regions) - fused)

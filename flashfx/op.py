@@ -1,11 +1,14 @@
 """The op pair that the rewritten graph calls. It carries its whole meaning in its arguments: no registry, no id.
 
-    flashfx::attention(q, k, v, aux, seed, sizes, spec) -> (out, lse)
-    flashfx::attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs) -> gradients of q, k, v, *aux
+    flashfx::attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks) -> (out, lse)
+    flashfx::attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks)
+        -> gradients of q, k, v, *aux
+    flashfx::block_lists(aux, sizes, mask) -> (row_blocks, key_blocks)
 
 q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; the leading dims follow the axes of `spec` (the text of an
 `AttentionSpec`), with extent 1 where the operand does not vary. `aux` are the captured tensors, `seed` one int64 when the
-spec has dropout, `sizes` the values of the spec's named sizes.
+spec has dropout, `sizes` the values of the spec's named sizes. `row_blocks` and `key_blocks` summarise a mask that only the data
+decides (`flashfx.codegen.blocks`): which tiles to visit. They are a hint, without which the results are the same.
 """
 from __future__ import annotations
 
@@ -13,15 +16,17 @@ import functools
 
 import torch
 
-from .codegen import launch
+from .codegen import blocks, launch
 from .codegen.layout import output_strides
 from .errors import FlashFXError
 from .spec import AttentionSpec
 
 _library = torch.library.Library("flashfx", "DEF")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] sizes, str spec) -> (Tensor, Tensor)")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] sizes, str spec, "
+                "Tensor? row_blocks, Tensor? key_blocks) -> (Tensor, Tensor)")
 _library.define("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, Tensor out, "
-                "Tensor lse, SymInt[] sizes, str spec, bool[] needs) -> Tensor[]")
+                "Tensor lse, SymInt[] sizes, str spec, bool[] needs, Tensor? row_blocks, Tensor? key_blocks) -> Tensor[]")
+_library.define("block_lists(Tensor[] aux, SymInt[] sizes, str mask) -> (Tensor, Tensor)")
 
 
 @functools.cache
@@ -36,22 +41,32 @@ def _extents(owners: tuple[int, ...], q, k, v) -> list:
     return [shapes[owner][d] for d, owner in enumerate(owners)]
 
 
-def _attention(q, k, v, aux, seed, sizes, spec):
-    parsed, owners = _parsed(spec)
-    return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes])
+def _lists(row_blocks, key_blocks):
+    return None if row_blocks is None or key_blocks is None else (row_blocks, key_blocks)
 
 
-def _attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs):
+def _attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks):
     parsed, owners = _parsed(spec)
-    return launch.backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(owners, q, k, v), *sizes], needs, grad_lse)
+    return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes], _lists(row_blocks, key_blocks))
+
+
+def _attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks):
+    parsed, owners = _parsed(spec)
+    return launch.backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(owners, q, k, v), *sizes], needs, grad_lse,
+                           _lists(row_blocks, key_blocks))
+
+
+def _block_lists(aux, sizes, mask):
+    return blocks.block_lists(AttentionSpec.parse(mask), aux, sizes)
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+_library.impl("block_lists", _block_lists, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("flashfx::attention", lib=_library)
-def _attention_fake(q, k, v, aux, seed, sizes, spec):
+def _attention_fake(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks):
     extents, M, Dv = _extents(_parsed(spec)[1], q, k, v), q.shape[-2], v.shape[-1]
     out = v.new_empty_strided((*extents, M, Dv), output_strides(extents, M, Dv))
     lse_dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -59,15 +74,20 @@ def _attention_fake(q, k, v, aux, seed, sizes, spec):
 
 
 @torch.library.register_fake("flashfx::attention_backward", lib=_library)
-def _attention_backward_fake(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs):
+def _attention_backward_fake(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks):
     return [t.new_empty(t.shape if need else (0,)) for t, need in zip((q, k, v, *aux), needs)]
 
 
+@torch.library.register_fake("flashfx::block_lists", lib=_library)
+def _block_lists_fake(aux, sizes, mask):
+    return tuple(aux[0].new_empty(s, dtype=torch.int32) for s in blocks.shape(AttentionSpec.parse(mask), sizes))
+
+
 def _setup(ctx, inputs, output):
-    q, k, v, aux, seed, sizes, spec = inputs
+    q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks = inputs
     out, lse = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, seed, out, lse, *aux)
+    ctx.save_for_backward(q, k, v, seed, out, lse, row_blocks, key_blocks, *aux)
     ctx.sizes, ctx.spec = sizes, spec
 
 
@@ -84,7 +104,7 @@ class _Once(torch.autograd.Function):
 
 
 def _gradients(ctx, grad_out, grad_lse):
-    q, k, v, seed, out, lse, *aux = ctx.saved_tensors
+    q, k, v, seed, out, lse, row_blocks, key_blocks, *aux = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     wants_aux = wanted[3] if isinstance(wanted[3], (list, tuple)) else [bool(wanted[3])] * len(aux)
     needs = [bool(w) for w in wanted[:3]] + [bool(w) and t.is_floating_point() for w, t in zip(wants_aux, aux)]
@@ -93,13 +113,14 @@ def _gradients(ctx, grad_out, grad_lse):
         grad_out = torch.zeros_like(out)
 
     def compute():
-        return torch.ops.flashfx.attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs)
+        return torch.ops.flashfx.attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs,
+                                                    row_blocks, key_blocks)
 
     recorded = torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in (grad_out, grad_lse))
     grads = _Once.apply(compute, grad_out, grad_lse, q, k, v, *aux) if recorded else compute()
     given = [g if need else None for g, need in zip(grads, needs)]  # the tree of the inputs, lists included
     # PyTorch takes an empty list for a list of tensors, a list of ints for one leaf
-    return given[0], given[1], given[2], given[3:], None, None if ctx.sizes else [], None
+    return given[0], given[1], given[2], given[3:], None, None if ctx.sizes else [], None, None, None
 
 
 torch.library.register_autograd("flashfx::attention", _gradients, setup_context=_setup, lib=_library)

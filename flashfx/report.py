@@ -12,6 +12,7 @@ import torch
 
 from .errors import FlashFXError, PlanError
 from .region import Refusal, Region
+from .spec import BLOCK
 
 
 class SiteReport:
@@ -72,6 +73,14 @@ class SiteReport:
         p = self.region.problem
         return classify(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes))
 
+    def _at_run_time(self) -> str:
+        """What a mask that only the data decides does to the tiles."""
+        if not self.spec.is_data_masked:
+            return ""
+        if self.plan.listed:
+            return f"; blocks of {BLOCK} that the data hide are skipped too, fully visible ones read without the mask"
+        return "; too short for a list of what the data hide"
+
     def lines(self) -> list[str]:
         if not self.fused:
             return str(self.refusal).splitlines()
@@ -85,7 +94,7 @@ class SiteReport:
         for aux, what in zip(self.spec.aux, self.region.captured):
             out.append(f"{aux.name:<7} is {what}")
         try:
-            out.append(f"tiles   {self.tiles()}")
+            out.append(f"tiles   {self.tiles()}{self._at_run_time()}")
             out.append(f"plan    {self.plan}")
             out.append(f"memory  forward {self.traffic()}")
             if self.training:

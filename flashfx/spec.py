@@ -31,6 +31,10 @@ HIDING_FILL = -6.0e4
 """Fills at or below this hide a key (float16's finfo.min is -65504); -1e4 and the like stay ordinary score terms."""
 
 
+BLOCK = 128
+"""Rows and keys of one block of a mask's run-time summary, `flashfx::block_lists`; the kernels' tiles divide it."""
+
+
 class EmptyRow(enum.Enum):
     NAN = "nan"
     ZERO = "zero"
@@ -130,6 +134,21 @@ class AttentionSpec:
     @property
     def is_masked(self) -> bool:
         return self.visible != TRUE
+
+    @property
+    def is_data_masked(self) -> bool:
+        """Does the mask read captured tensors at i or j? Then only a run knows which tiles it hides."""
+        return any({"i", "j"} & load.variables for load in self.visible.loads)
+
+    def mask(self) -> AttentionSpec:
+        """The mask alone, over the axes and with the captured tensors on which it depends: what `flashfx::block_lists` summarises.
+
+        before -> after: axes (b, h), visible pad[b, j] -> axes (b,), visible pad[b, j], score qk
+        """
+        axes = tuple(a for a in self.axes if a in self.visible.variables)
+        read = {load.name for load in self.visible.loads}
+        return AttentionSpec(axes, *[frozenset(axes)] * 3, visible=self.visible, aux=tuple(a for a in self.aux if a.name in read),
+                             sizes=tuple(s for s in self.sizes if s in self.visible.variables))
 
 
 def _operand(name: str, axes: tuple[str, ...], subset: frozenset[str], row: str) -> str:

@@ -74,16 +74,19 @@ def _refused(stage: str, site: Site, error: Exception) -> Refusal:
     return _refusal(stage, site, error)
 
 
-def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, why_not=None, label: str = "graph") -> list[Region]:
+def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, why_not=None, summarise=None,
+            label: str = "graph") -> list[Region]:
     """Rewrite `gm` (a Dynamo graph) in place, bodies of higher-order ops included. Returns one Region per site.
 
     why_not(spec, problem, device) says why no kernel can run a site there, or None; without it every site counts as runnable.
+    summarise(spec, problem) says whether the mask is worth a run-time summary; without it none is.
     """
     regions: list[Region] = []
     for node in gm.graph.nodes:
         body = getattr(gm, node.target, None) if node.op == "get_attr" and isinstance(node.target, str) else None
         if isinstance(body, fx.GraphModule):
-            regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, why_not=why_not, label=f"{label}/{node.target}")
+            regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, why_not=why_not, summarise=summarise,
+                               label=f"{label}/{node.target}")
     vg = normalise(gm)
     sites = find(vg) if vg is not None else []
     if not sites:
@@ -91,7 +94,8 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     refusals: dict[Site, Refusal] = {}
     found, problems = _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not)
     unread = {n for n in gm.graph.nodes if not n.users}
-    replaced = _splice_all(gm, vg, found, refusals)
+    listed = {site for site in found if summarise is not None and summarise(found[site].spec, problems[site])}
+    replaced = _splice_all(gm, vg, found, refusals, listed)
     for site in found:
         for old, new in replaced[site].items():
             _same_kind(old, new)
@@ -130,13 +134,14 @@ def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[di
     return found, problems
 
 
-def _splice_all(gm, vg, found: dict[Site, Lifted], refusals) -> dict[Site, dict[fx.Node, fx.Node]]:
+def _splice_all(gm, vg, found: dict[Site, Lifted], refusals, listed: set[Site]) -> dict[Site, dict[fx.Node, fx.Node]]:
     """Emit the op of each site. Nothing reads it yet, so that a site may still be refused."""
     seeds: dict = {}
+    summaries: dict = {}
     replaced: dict[Site, dict[fx.Node, fx.Node]] = {}
     for site, lifted in list(found.items()):
         try:
-            replaced[site] = splice(gm, vg, site, lifted, seeds)
+            replaced[site] = splice(gm, vg, site, lifted, seeds, summaries if site in listed else None)
         except Exception as error:
             refusals[site] = _refused("splice", site, error)
             del found[site]

@@ -15,6 +15,7 @@ from torch import fx
 from .emit import Emitter, follow_views
 from .find import Site
 from .lift import Lifted
+from .operands import Operand
 from .values import Refused, Value, ValueGraph
 
 log = logging.getLogger(__name__)
@@ -35,15 +36,15 @@ def still_read(vg: ValueGraph, cut: dict[Value, list[Value]]) -> dict[Value, Val
     return needed
 
 
-def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds: dict) -> dict[fx.Node, fx.Node]:
+def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds: dict, summaries: dict | None = None) -> dict[fx.Node, fx.Node]:
     """Emit the op for one site. Returns old node -> new node, for the nodes that held values computed from the site's output.
 
-    Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
+    summaries: mask summaries emitted so far, None for a mask that is not worth one. Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
     """
     spec, owner = lifted.spec, site.out.owner
     emit = Emitter(gm, vg, owner, site.out.grad)
     q, k, v = (emit.operand(candidates)[0] for candidates in (lifted.q, lifted.k, lifted.v))
-    aux = [emit.operand([a])[0] for a in lifted.aux]
+    aux = [_kept(emit, a) for a in lifted.aux]
     sizes = [emit.size(s) for s in lifted.sizes]
     seed = None
     if spec.dropout:
@@ -54,7 +55,8 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
         if lifted.random not in seeds:
             seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
         seed = seeds[lifted.random]
-    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, spec.line)
+    blocks = (None, None) if summaries is None else _summary(emit, lifted, aux, summaries)
+    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, spec.line, *blocks)
     out = emit.call(operator.getitem, op, 0)
     axes = [*lifted.dims, "i", "e"]
     v_dtype = lifted.v[0].value.dtype
@@ -101,6 +103,38 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
             anchor(value)
             replaced[holder] = emit.value(value)
     return replaced
+
+
+def _kept(emit: Emitter, operand: Operand) -> fx.Node:
+    """A captured tensor as our backward will still find it: a copy if the graph changes it later (the original saved what it made of it)."""
+    node = emit.operand([operand])[0]
+    later = any(at >= emit.step for holder in emit.vg.holders(operand.value) for at, _ in emit.vg.timeline[holder])
+    return emit.call(torch.ops.aten.clone.default, node) if later and emit.grad else node
+
+
+def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:
+    """The mask's block lists (rows, keys), one pair for all sites that read the same mask; Nones if a size is not at hand.
+
+    before -> after: attention(q, k, v, [pad], …) -> lists = flashfx::block_lists([pad], [B, M, N], mask); attention(q, k, v, [pad], …, *lists)
+    """
+    spec, mask = lifted.spec, lifted.spec.mask()
+    read = {a.name: (operand, node) for a, operand, node in zip(spec.aux, lifted.aux, aux)}
+    named = dict(zip(spec.axes, lifted.dims)) | {"M": "i", "N": "j"}
+    table = {n: lifted.extents[own] for n, own in named.items()} | dict(zip(spec.sizes, lifted.sizes))
+    wanted = [table[n] for n in (*mask.axes, "M", "N", *mask.sizes)]
+    key = (str(mask), tuple((read[a.name][0].value, read[a.name][0].steps) for a in mask.aux), tuple(wanted))
+    if key in summaries and summaries[key][0] <= emit.step:
+        return summaries[key][1]
+    try:
+        sizes = [emit.size(s) for s in wanted]
+    except Refused:
+        return None, None
+    tensors = [read[a.name][1] for a in mask.aux]
+    tensors = [emit.call(torch.ops.aten.detach.default, t) if t.meta["example_value"].is_floating_point() else t for t in tensors]
+    lists = emit.call(torch.ops.flashfx.block_lists.default, tensors, sizes, str(mask))
+    found = emit.call(operator.getitem, lists, 0), emit.call(operator.getitem, lists, 1)
+    summaries[key] = emit.step, found
+    return found
 
 
 def _with_sink(emit: Emitter, op: fx.Node, out: fx.Node, sink: fx.Node, dtype: torch.dtype) -> fx.Node:

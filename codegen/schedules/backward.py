@@ -7,6 +7,7 @@ keys, dQ by tiles of rows. Both rebuild the weights P from Q, K and the log-sum-
 from __future__ import annotations
 
 from ...expr import QK, Expr, Load, Var
+from ..listed import ListedLoops, loops as loops_over
 from ..parts import Loops, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, pieces
 from ..program import Program
 from ..writer import Kernel, Writer
@@ -74,7 +75,7 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
     body = Body(site, program, transposed=True)
     for load in columns:
         out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_N], tl.float32)")
-    loops = Loops("i", site.by_keys, "BLOCK_M", "M", padded=True)
+    loops = loops_over(site, "i", padded=True)
     override = "tl.load(Averaging + z) != 0" if site.averages else ""
     loops.prepare(program, out, override)
 
@@ -110,10 +111,12 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
         out.line(f"tl.store({name} + tl.cast(z, tl.int64) * N + j, sum_{name}, mask=j < N)")
 
 
-def _loops(loops: Loops, out: Writer, tile, override: bool) -> None:
+def _loops(loops: Loops | ListedLoops, out: Writer, tile, override: bool) -> None:
     def full() -> None:
         if loops.full:
-            with out.block(loops.full_head()):
+            head, first = loops.full_head()
+            with out.block(head):
+                out.lines(*first)
                 tile(False)
 
     if not loops.partial_first:
@@ -191,7 +194,7 @@ def _over_keys(site: Site, out: Writer, loads: list[Load]) -> None:
     for load in loads:
         out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_M], tl.float32)")
         out.assign(f"mass_{buffer(site, load)}", "tl.zeros([BLOCK_M], tl.float32)")
-    loops = Loops("j", site.by_rows, "BLOCK_N", "N", padded=site.whole)
+    loops = loops_over(site, "j", padded=site.whole)
     override = "tl.max(mean, 0) > 0.0" if site.averages else ""
     loops.prepare(program, out, override)
 

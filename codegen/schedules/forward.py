@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from ...expr import QK, Expr, Var
 from ...spec import EmptyRow
-from ..parts import LOG2E, Loops, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
+from ..listed import loops as loops_over
+from ..parts import LOG2E, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
 from ..philox import threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -59,11 +60,14 @@ def forward_kernel(site: Site) -> Kernel:
     out.assign("l", "tl.zeros([BLOCK_M], tl.float32)", "running sum of exp(score - m)")
     for c in site.v_chunks:
         out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)", "running sum of exp(score - m) * v" if not c.start else "")
-    loops = Loops("j", site.by_rows, "BLOCK_N", "N", padded=site.whole)
+    loops = loops_over(site, "j", padded=site.whole)
     loops.prepare(program, out)
+
     def full() -> None:
         if loops.full:
-            with out.block(loops.full_head(), "tiles in which every row sees every key"):
+            head, first = loops.full_head()
+            with out.block(head, "tiles in which every row sees every key"):
+                out.lines(*first)
                 _tile(site, program, out, partial=False)
 
     if not loops.partial_first:

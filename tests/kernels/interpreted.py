@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from flashfx.codegen import launch, triton_host
+from flashfx.codegen import blocks, launch, triton_host
 from flashfx.codegen.plan import overridden
 from flashfx.codegen.selfcheck import check, inputs
 from flashfx.spec import AttentionSpec
@@ -103,6 +103,78 @@ def test_more_strides(layout):
         run(s, p, operands=(*placed, aux, seed, sizes)).within_budget()
 
 
+WIDE = (dict(forward=(64, 32, 4, 1), keys=(32, 64, 4, 1), rows=(64, 32, 4, 1), dense=(64, 64, 4, 1)),
+        dict(forward=(32, 128, 4, 1), keys=(128, 32, 4, 1), rows=(32, 128, 4, 1), dense=(128, 64, 4, 1)))
+"""Tiles that divide a block of a summary in different ways."""
+LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked]
+
+
+@pytest.fixture
+def summaries(monkeypatch):
+    """Every call of launch gets its mask's summary, as the rewritten graph gives it."""
+    forward, backward = launch.forward, launch.backward
+    lists = lambda s, q, k, aux, sizes: blocks.lists_for(s, aux, sizes, q.shape[-2], k.shape[-2])
+    monkeypatch.setattr(launch, "forward", lambda s, q, k, v, aux, seed, sizes: forward(s, q, k, v, aux, seed, sizes, lists(s, q, k, aux, sizes)))
+    monkeypatch.setattr(launch, "backward", lambda s, g, q, k, v, aux, seed, out, lse, sizes, needs: backward(
+        s, g, q, k, v, aux, seed, out, lse, sizes, needs, None, lists(s, q, k, aux, sizes)))
+
+
+@pytest.mark.parametrize("variant, kind, dtype", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(LISTED)])
+def test_listed(variant, kind, dtype, summaries):
+    """Tiles from a list of 128 x 128 blocks: with tails, and with lengths that every tile divides (no bounds checks)."""
+    for length in (290, 256):
+        with overridden(**WIDE[length == 256]):
+            run(spec({**CORE, **MORE}[variant], kind), problem(kind, 16, dtype, M=length, heads=1)).within_budget()
+
+
+@pytest.mark.parametrize("empty", ["nan", "zero", "mean", "mean, additive", "mean, additive over j <= i + 9"])
+def test_listed_empty_rows(empty, summaries):
+    """Rows that average v read every tile, whatever the lists hide."""
+    from dataclasses import replace
+    s, p = spec(replace(MORE["mean_left_padding"], empty=empty)), problem("self", 16, "float32", M=290, heads=1)
+    q, k, v, (pad,), seed, sizes = inputs(s, p)
+    pad[0, :150] = False
+    pad[1] = False
+    with overridden(**WIDE[0]):
+        run(s, p, operands=(q, k, v, [pad], seed, sizes)).within_budget()
+
+
+BANDS = {
+    "sliding documents": "(doc[b, i] == doc[b, j]) & (j <= i) & (i - j < 70)",
+    "both sides": "(doc[b, i] == doc[b, j]) & (abs(i - j) <= 40)",
+    "ordered": "doc[b, j] <= doc[b, i]",
+    "other documents": "(doc[b, i] != doc[b, j]) | (i == j)",
+}
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_listed_beside_closed_forms(band, summaries):
+    """The closed form cuts the first and last listed block; gaps between listed blocks stay gaps. Some ids repeat later on."""
+    from dataclasses import replace
+    s, p = spec(replace(MORE["documents"], where=BANDS[band])), problem("self", 16, "float32", M=600, heads=1, batch=2)
+    q, k, v, (doc,), seed, sizes = inputs(s, p)
+    doc[:] = torch.arange(600) // 130 % 3
+    doc[1] = torch.arange(600) // 200
+    for tiles in WIDE:
+        with overridden(**tiles):
+            run(s, p, operands=(q, k, v, [doc], seed, sizes)).within_budget()
+
+
+@pytest.mark.parametrize("variant", LISTED)
+def test_listed_kinds(variant):
+    """The generated summary kernel against the mask evaluated in PyTorch, on random captured tensors and on sorted large ids."""
+    s = spec({**CORE, **MORE}[variant])
+    for M, N in ((300, 400), (128, 256), (1, 130)):
+        *_, aux, _, sizes = inputs(s, problem("cross", 16, M=M, N=N))
+        mask, given = s.mask(), dict(zip((a.name for a in s.aux), aux))
+        for shift in (0, 2 ** 40):
+            read = [given[a.name] + shift if given[a.name].dtype == torch.int64 else given[a.name] for a in mask.aux]
+            extents = [*(sizes[s.axes.index(a)] for a in mask.axes), M, N]
+            rows, keys = blocks.block_lists(mask, read, extents)
+            kinds = blocks._evaluated(mask, read, extents)
+            assert torch.equal(blocks.kinds_of(rows), kinds) and torch.equal(blocks.kinds_of(keys), kinds.mT)
+
+
 SHAPES = {
     "no axes": "attention[i, j]\n qk = q[i] . k[j]\n score = qk * 0.25\n out = softmax_j(score) . v[j]",
     "one axis": "attention[b, i, j]\n qk = q[b, i] . k[b, j]\n score = qk / 4.0\n where j <= i\n empty nan\n out = softmax_j(score) . v[b, j]",
@@ -158,10 +230,11 @@ def test_more_gradients_on_request():
             assert torch.allclose(found[only], every[only], rtol=0, atol=2 * p.N * torch.finfo(torch.float32).eps * every[only].abs().max().item())
 
 
-def test_more_files_check_themselves():
+@pytest.mark.parametrize("listed", [False, True])
+def test_more_files_check_themselves(listed):
     s, p = spec(MORE["dropout_padding"]), problem("self", 24, "float16")
     with overridden(**TILES[0]):
-        module = triton_host.module_for(s, p, torch.device("cpu"), (True, True, True, False), True)
+        module = triton_host.module_for(s, p, torch.device("cpu"), (True, True, True, False), True, listed)
     errors = check(module, "cpu")
     assert set(errors) == {"out", "dq", "dk", "dv"}
 

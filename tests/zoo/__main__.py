@@ -2,8 +2,9 @@
 
 sites are softmaxes between two products and SDPA calls, counted in the Dynamo graphs without FlashFX's finder; fused are those that the
 rewrite took away; over is the largest error in outputs, loss and gradients beyond twice eager's own, in rounding bands (at most 1 is
-within the budget). With --train the sites are those of a training step with dropout 0.1, which is run twice with one seed; errors are
-taken without dropout.
+within the budget). N x N counts the nodes of the rewritten graphs that make a tensor with an element for every query and key, bias those of
+them from which a bias is made that the scores add. With --train the sites are those of a training step with dropout 0.1, which is run twice
+with one seed; errors are taken without dropout.
 """
 from __future__ import annotations
 
@@ -42,10 +43,12 @@ def one(entry, args) -> tuple[int, int, bool]:
         raise
     sites, fused = backend.before, backend.fused
     ok = over <= 1.0 and not bad
-    print(f"{entry.name:28} sites {sites:3} fused {fused:3} over {over:8.2f} {where if over > 1 else ''}{note} ({time.time() - started:.1f} s)", flush=True)
+    print(f"{entry.name:28} sites {sites:3} fused {fused:3} over {over:8.2f}  N x N {len(backend.matrices):2}, bias {backend.biases:2} {where if over > 1 else ''}{note} ({time.time() - started:.1f} s)", flush=True)
     if fused < sites or backend.refusals:
         for text in dict.fromkeys(f"{r.stage}: {r.reason} [{r.node}] {r.source}" for r in backend.refusals):
             print(f"    {text}", flush=True)
+    for text in dict.fromkeys(backend.matrices):
+        print(f"    N x N: {text}", flush=True)
     return sites, fused, ok
 
 

@@ -11,6 +11,8 @@ import operator
 import torch
 from torch import fx
 
+from flashfx.spec import AttentionSpec
+
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "mm", "__matmul__", "__rmatmul__"}
 SOFTMAX = {"softmax", "_softmax"}
 CALLS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -56,6 +58,51 @@ def _reaches(starts, step) -> bool:
         if n.op in ("call_function", "call_method") and name_of(n) in BETWEEN:
             todo.extend(step(n))
     return False
+
+
+def matrices(gm: fx.GraphModule, regions) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Nodes of a rewritten graph that make a tensor with an element for every query and key of a fused site: (for masks, for biases).
+
+    A bias is a tensor whose elements the scores add; what it is made of counts with it.
+
+    Inputs and views of them are not made here, expanded views hold fewer elements than their shape says. Where a length equals a head size,
+    shapes do not tell; there only what the attention ops read as captured tensors, and what that is made of, counts.
+    """
+    problems = {r.problem for r in regions if r.fused and r.problem.M > 1 and r.problem.N > 1}
+    plain = {(p.M, p.N) for p in problems if not {p.M, p.N} & {p.D, p.Dv}}
+    every = {(p.M, p.N) for p in problems}
+    found, biases = [], []
+    for module in {id(m): m for m in gm.modules() if isinstance(m, fx.GraphModule)}.values():
+        masks: list[fx.Node] = []
+        added: list[fx.Node] = []
+        for n in module.graph.nodes:
+            if str(n.target) == "flashfx.attention.default":
+                spec = AttentionSpec.parse(n.args[6])
+                scored = {load.name for load in spec.score.loads if {"i", "j"} <= load.variables}
+                for a, node in zip(spec.aux, n.args[3]):
+                    (added if a.name in scored else masks).append(node)
+        captured, bias = _above(masks), _above(added)
+        given = {id(t.untyped_storage()) for n in module.graph.nodes if n.op in ("placeholder", "get_attr")
+                 for t in [n.meta.get("example_value")] if isinstance(t, torch.Tensor)}
+        for n in module.graph.nodes:
+            t = n.meta.get("example_value")
+            if not isinstance(t, torch.Tensor) or n.op not in ("call_function", "call_method") or id(t.untyped_storage()) in given:
+                continue
+            shape = tuple(map(int, t.shape[-2:]))
+            if shape in (every if n in captured | bias else plain) and t.untyped_storage().nbytes() >= shape[0] * shape[1] * t.element_size():
+                (biases if n in bias else found).append(n)
+    return found, biases
+
+
+def _above(nodes: list[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            todo += n.all_input_nodes
+    return seen
 
 
 def count_sites(gm: fx.GraphModule) -> int:

@@ -9,11 +9,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flashfx.options import Options
+from flashfx.passes.values import source_line
 from flashfx.region import Region
 
 from tests.budget import excess, largest
 
-from .count import count_sites
+from .count import count_sites, matrices
 from .entry import Entry
 
 
@@ -25,6 +26,8 @@ class Compiled:
     before: int = 0
     after: int = 0
     regions: list[Region] = field(default_factory=list)
+    matrices: list[str] = field(default_factory=list)
+    biases: int = 0
 
     def __call__(self, gm, example_inputs):
         from flashfx.backend import compile_rewritten
@@ -32,6 +35,9 @@ class Compiled:
         run, regions = compile_rewritten(gm, example_inputs, Options(inner=self.inner), {})
         self.after += count_sites(gm)
         self.regions += regions
+        made, biases = matrices(gm, regions)
+        self.matrices += [f"{n.name} {tuple(n.meta['example_value'].shape)} {source_line(n)}" for n in made]
+        self.biases += len(biases)
         return run
 
     @property
