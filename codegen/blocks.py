@@ -1,6 +1,6 @@
-"""Run-time summaries of masks that only the data decides: for each block of queries the blocks of keys that it sees, and the reverse.
+"""Run-time summaries of masks whose range has no closed form, above all of those that only the data decides: for each block of queries the blocks of keys that it sees, and the reverse.
 
-    flashfx::block_lists(aux, sizes, mask) -> (rows, keys)
+    flashfx::block_lists(like, aux, sizes, mask) -> (rows, keys)
 
 `mask` is the text of `AttentionSpec.mask()`: the mask alone, over the axes on which it depends, so that layers, heads, forward and
 backward share one summary. With R = ceil(M / BLOCK) and C = ceil(N / BLOCK)
@@ -13,8 +13,9 @@ Memory is O(blocks). The lists are a hint: kernels give the same results without
 """
 from __future__ import annotations
 
+import functools
 import math
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import torch
 
@@ -23,18 +24,36 @@ from ..reference import evaluate, index_grid
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from .schedules.blocks import EMPTY, FULL, PARTIAL
+from .tiles import TileCounts, classify
 
 Lists = tuple[torch.Tensor, torch.Tensor]
 
 CHUNK = 1 << 22
 """Elements of a mask evaluated at a time on the CPU."""
+SAMPLE = 2048
+"""Queries and keys at most on which a mask over indices alone is tried at compile time."""
 SUMMARISED_FROM = 2 ** 19
 """Queries times keys from which a summary pays: below, its few small kernels cost more than the tiles that it could skip."""
 
 
 def pays(spec: AttentionSpec, problem: Problem) -> bool:
-    """Is the mask worth a run-time summary: does data decide it, and are there enough tiles to skip?"""
-    return spec.is_data_masked and problem.M > 1 and problem.M * problem.N >= SUMMARISED_FROM
+    """Is the mask worth a run-time summary: are there enough tiles, and do data decide them or has their range no good closed form?"""
+    if not spec.is_masked or problem.M == 1 or problem.M * problem.N < SUMMARISED_FROM:
+        return False
+    return spec.is_data_masked or not spec.visible.loads and _closed_form_wastes(spec.mask(), min(problem.M, SAMPLE), min(problem.N, SAMPLE),
+                                                                                  tuple(dict(zip(spec.sizes, problem.sizes)).items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _closed_form_wastes(mask: AttentionSpec, M: int, N: int, sizes: tuple) -> bool:
+    """Of the blocks that a mask over indices alone leaves of M queries and N keys: does the range that the kernels derive visit a quarter
+    more, or evaluate the mask in a quarter more than it cuts? So it does for dilated, global and butterfly patterns, not for causal ones."""
+    given = [dict(sizes)[s] for s in mask.sizes]
+    extents = [2] * len(mask.axes)
+    kinds = evaluated(mask, [], [*extents, M, N, *given], torch.device("cpu"))
+    ranged = classify(mask, BLOCK, BLOCK, M, N, [*extents, *given])
+    partial, full = int((kinds == PARTIAL).sum()), int((kinds == FULL).sum())
+    return ranged.full + ranged.partial > 1.25 * (full + partial) or ranged.partial > 1.25 * partial + 4
 
 
 def shape(mask: AttentionSpec, sizes: Sequence[int]) -> tuple[list, list]:
@@ -44,25 +63,25 @@ def shape(mask: AttentionSpec, sizes: Sequence[int]) -> tuple[list, list]:
     return [*sizes[:n], R, 2 + C], [*sizes[:n], C, 2 + R]
 
 
-def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int]) -> Lists:
+def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> Lists:
     """(rows, keys) as the module's docstring says. sizes = extents of the mask's axes, M, N, then its sizes."""
-    device = aux[0].device
     n = len(mask.axes)
     if 0 in sizes[: n + 2]:
         return tuple(torch.zeros(s, dtype=torch.int32, device=device) for s in shape(mask, sizes))
     if device.type == "cuda" or interpreting():
         from .render import blocks_module
-        kinds = blocks_module(mask).kinds(aux, sizes)
+        kinds = blocks_module(mask).kinds(aux, sizes, device)
     else:
-        kinds = _evaluated(mask, aux, sizes)
+        kinds = evaluated(mask, aux, sizes, device)
     return _listed(kinds), _listed(kinds.mT)
 
 
-def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], M: int, N: int) -> Lists:
+def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Lists:
     """The lists of a whole spec's mask: `aux` and `sizes` as the attention op takes them (extents of all axes first)."""
     mask, table = spec.mask(), dict(zip((*spec.axes, *spec.sizes), sizes))
     tensors = {a.name: t for a, t in zip(spec.aux, aux)}
-    return block_lists(mask, [tensors[a.name] for a in mask.aux], [*(table[a] for a in mask.axes), M, N, *(table[s] for s in mask.sizes)])
+    return block_lists(mask, [tensors[a.name] for a in mask.aux], [*(table[a] for a in mask.axes), q.shape[-2], k.shape[-2], *(table[s] for s in mask.sizes)],
+                       q.device)
 
 
 def _listed(kinds: torch.Tensor) -> torch.Tensor:
@@ -80,7 +99,7 @@ def kinds_of(rows: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(-1, order, kinds)
 
 
-def _evaluated(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+def evaluated(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     """Kinds by evaluating the mask, a strip of one block of rows at a time, in plain PyTorch."""
     n = len(mask.axes)
     extents, (M, N) = list(sizes[:n]), sizes[n: n + 2]
@@ -91,13 +110,34 @@ def _evaluated(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence
         pieces = []
         for j in range(0, N, width):
             rows, cols = slice(i, min(i + BLOCK, M)), slice(j, min(j + width, N))
-            env = index_grid(mask, [*extents, *sizes[n + 2:]], M, N, aux[0].device, rows, cols)
+            env = index_grid(mask, [*extents, *sizes[n + 2:]], M, N, device, rows, cols)
             visible = evaluate(mask.visible, env, tensors, None, torch.float32).expand(*extents, rows.stop - i, cols.stop - j)
             some = _by_block(visible.any(-2)).any(-1)
             every = _by_block(visible.all(-2)).all(-1)
             pieces.append(some.long() + every.long())
         strips.append(torch.cat(pieces, -1))
     return torch.stack(strips, -2)
+
+
+def count(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> TileCounts:
+    """Tiles over all batch indices as kernels with these lists visit them. sizes = extents of the axes, then `spec.sizes`.
+
+    Costs O(M * N): it evaluates the mask.
+    """
+    mask, table = spec.mask(), dict(zip((*spec.axes, *spec.sizes), sizes))
+    given = [*(table[a] for a in mask.axes), M, N, *(table[s] for s in mask.sizes)]
+    kinds = evaluated(mask, [tensors[a.name].cpu() for a in mask.aux], given, torch.device("cpu"))
+    rest = math.prod(table[a] for a in spec.axes if a not in mask.axes)
+    rows, columns = (_tiles_of(length, tile) for length, tile in ((M, BLOCK_M), (N, BLOCK_N)))
+    visited = {kind: int(((kinds == kind) * rows[:, None] * columns).sum()) * rest for kind in (FULL, PARTIAL)}
+    total = int(rows.sum() * columns.sum()) * math.prod(table[a] for a in spec.axes)
+    return TileCounts(total - sum(visited.values()), visited[FULL], visited[PARTIAL])
+
+
+def _tiles_of(length: int, tile: int) -> torch.Tensor:
+    """How many tiles each block has."""
+    starts = torch.arange(0, length, BLOCK)
+    return -(-(length - starts).clamp(max=BLOCK) // tile)
 
 
 def _by_block(x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def _unpack(site: Site, out: Writer) -> None:
         out.line(", ".join(names) + ("," if len(names) == 1 else "") + " = sizes")
     out.line("M, N = q.shape[-2], k.shape[-2]")
     if site.listed:
-        out.line("row_blocks, key_blocks = blocks or lists_for(SPEC, aux, sizes, M, N)", "which tiles the mask leaves")
+        out.line("row_blocks, key_blocks = blocks or lists_for(SPEC, aux, sizes, q, k)", "which tiles the mask leaves")
 
 
 def _grid(options: str, block: str, size: str, axes) -> str:
@@ -51,12 +51,13 @@ def _shape(items) -> str:
 def kinds_function(mask: AttentionSpec, kernel: Kernel) -> str:
     """Host function of the mask summary: int32 kinds of all blocks."""
     out = Writer()
-    with out.block("def kinds(aux, sizes):"):
+    with out.block("def kinds(aux, sizes, device):"):
         out.line('"""What the mask leaves of each block (*axes, row block, key block): 0 nothing, 1 some, 2 all of it."""')
-        out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
+        if mask.aux:
+            out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
         out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
         blocks = ["triton.cdiv(M, BLOCKS['BLOCK'])", "triton.cdiv(N, BLOCKS['BLOCK'])"]
-        out.line(f"kinds = torch.empty({_shape([*(extent(a) for a in mask.axes), *blocks])}, dtype=torch.int32, device=aux[0].device)")
+        out.line(f"kinds = torch.empty({_shape([*(extent(a) for a in mask.axes), *blocks])}, dtype=torch.int32, device=device)")
         kernel.call("(kinds.numel(),)", out)
         out.line("return kinds")
     return out.text

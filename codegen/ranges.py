@@ -79,7 +79,7 @@ def nonnegative(e: Expr) -> bool:
     if isinstance(e, Var):
         return True
     if isinstance(e, Call):
-        if e.op in ("add", "mul", "minimum"):
+        if e.op in ("add", "mul", "minimum", "bit_xor"):
             return all(nonnegative(a) for a in e.args)
         if e.op in ("floordiv", "mod"):
             return nonnegative(e.args[0]) and nonnegative(e.args[1])

@@ -3,12 +3,12 @@
     flashfx::attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks) -> (out, lse)
     flashfx::attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks)
         -> gradients of q, k, v, *aux
-    flashfx::block_lists(aux, sizes, mask) -> (row_blocks, key_blocks)
+    flashfx::block_lists(like, aux, sizes, mask) -> (row_blocks, key_blocks)
 
 q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; the leading dims follow the axes of `spec` (the text of an
 `AttentionSpec`), with extent 1 where the operand does not vary. `aux` are the captured tensors, `seed` one int64 when the
-spec has dropout, `sizes` the values of the spec's named sizes. `row_blocks` and `key_blocks` summarise a mask that only the data
-decides (`flashfx.codegen.blocks`): which tiles to visit. They are a hint, without which the results are the same.
+spec has dropout, `sizes` the values of the spec's named sizes. `row_blocks` and `key_blocks` summarise a mask whose range has
+no closed form (`flashfx.codegen.blocks`), on the device of `like`: which tiles to visit. They are a hint, without which the results are the same.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? s
                 "Tensor? row_blocks, Tensor? key_blocks) -> (Tensor, Tensor)")
 _library.define("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, Tensor out, "
                 "Tensor lse, SymInt[] sizes, str spec, bool[] needs, Tensor? row_blocks, Tensor? key_blocks) -> Tensor[]")
-_library.define("block_lists(Tensor[] aux, SymInt[] sizes, str mask) -> (Tensor, Tensor)")
+_library.define("block_lists(Tensor like, Tensor[] aux, SymInt[] sizes, str mask) -> (Tensor, Tensor)")
 
 
 @functools.cache
@@ -56,8 +56,8 @@ def _attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes,
                            _lists(row_blocks, key_blocks))
 
 
-def _block_lists(aux, sizes, mask):
-    return blocks.block_lists(AttentionSpec.parse(mask), aux, sizes)
+def _block_lists(like, aux, sizes, mask):
+    return blocks.block_lists(AttentionSpec.parse(mask), aux, sizes, like.device)
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -79,8 +79,8 @@ def _attention_backward_fake(grad_out, grad_lse, q, k, v, aux, seed, out, lse, s
 
 
 @torch.library.register_fake("flashfx::block_lists", lib=_library)
-def _block_lists_fake(aux, sizes, mask):
-    return tuple(aux[0].new_empty(s, dtype=torch.int32) for s in blocks.shape(AttentionSpec.parse(mask), sizes))
+def _block_lists_fake(like, aux, sizes, mask):
+    return tuple(like.new_empty(s, dtype=torch.int32) for s in blocks.shape(AttentionSpec.parse(mask), sizes))
 
 
 def _setup(ctx, inputs, output):

@@ -122,6 +122,7 @@ _ROWS = (
        lambda x, y: x or y, (), "bool", "alu", "|", 40),
     Op("not", 1, ("logical_not.default", "bitwise_not.default"), torch.logical_not, "(({x}) == 0)", lambda x: not x, (),
        "bool", "alu", "~", 70),
+    Op("bit_xor", 2, (), torch.bitwise_xor, "({x} ^ {y})", lambda x, y: x ^ y, (None, None), "int"),
     Op("where", 3, ("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar"), torch.where,
        "tl.where({x}, {y}, {z})", None, (None, "where(x, 1.0, 0.0)", "where(x, 0.0, 1.0)")),
     # kinds

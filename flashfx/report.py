@@ -69,17 +69,18 @@ class SiteReport:
 
     def tiles(self):
         """Tiles skipped, full and partial under the forward plan."""
+        from .codegen.blocks import count
         from .codegen.tiles import classify
         p = self.region.problem
+        if self.plan.listed and not self.spec.visible.loads and p.M * p.N <= 2 ** 24:
+            return count(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes), {})
         return classify(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes))
 
     def _at_run_time(self) -> str:
         """What a mask that only the data decides does to the tiles."""
-        if not self.spec.is_data_masked:
-            return ""
-        if self.plan.listed:
+        if self.plan.listed and self.spec.is_data_masked:
             return f"; blocks of {BLOCK} that the data hide are skipped too, fully visible ones read without the mask"
-        return "; too short for a list of what the data hide"
+        return "; too short for a list of what the data hide" if self.spec.is_data_masked else ""
 
     def lines(self) -> list[str]:
         if not self.fused:

@@ -107,7 +107,9 @@ class _Recorder(TorchDispatchMode):
 
     def value(self, t: torch.Tensor) -> Value:
         if id(t) not in self.of:  # a tensor from outside the graph
-            self.leaf(t, None)
+            v = self.leaf(t, None)
+            if not isinstance(t, FakeTensor):
+                self.graph.literals[v] = t
         return self.of[id(t)]
 
     def _add(self, op, args, kwargs, out, t, owner) -> Value:

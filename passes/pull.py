@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import sympy
 import torch
 
-from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, cast, const
-from flashfx.ops import BY_ATEN
+from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, cast, const, substitute
+from flashfx.ops import BY_ATEN, OPS
 
+from .constants import closed_form, dim
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, same, size
 from .rules import RULES, Product
@@ -108,6 +109,8 @@ class Puller:
         return self.memo[key]
 
     def leaf(self, v: Value, x: Index) -> Expr:
+        if self.held is not None and any({"i", "j"} & a.axes for a in x) and (closed := closed_form(v, self.held.vg)) is not None:
+            return substitute(closed, {dim(d): self.expr(a) for d, a in enumerate(x)})
         name = f"v{v.number}"
         self.loads[name] = v
         return Load(name, tuple(self.expr(a) for a in x), kind_of(v.dtype))
@@ -179,11 +182,14 @@ class Puller:
             args = [self.operand(a, x) for a in v.args[: row.arity]]
         except NotAffine:
             return None
-        if len(args) != row.arity or (v.name.startswith("bitwise") and v.dtype != torch.bool):
+        name = row.name
+        if v.name.startswith("bitwise") and v.dtype != torch.bool:
+            name = f"bit_{name}"
+        if len(args) != row.arity or name not in OPS:
             return None
         if alpha != 1:
             args[1] = call("mul", args[1], const(alpha))
-        return self.apply(row.name, args, v.dtype)
+        return self.apply(name, args, v.dtype)
 
     def apply(self, op: str, args: list[Expr], dtype: torch.dtype) -> Expr:
         """`op` with PyTorch's promotions made explicit; constants rounded to the result's dtype."""

@@ -115,7 +115,7 @@ def _kept(emit: Emitter, operand: Operand) -> fx.Node:
 def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:
     """The mask's block lists (rows, keys), one pair for all sites that read the same mask; Nones if a size is not at hand.
 
-    before -> after: attention(q, k, v, [pad], …) -> lists = flashfx::block_lists([pad], [B, M, N], mask); attention(q, k, v, [pad], …, *lists)
+    before -> after: attention(q, k, v, [pad], …) -> lists = flashfx::block_lists(pad, [pad], [B, M, N], mask); attention(q, k, v, [pad], …, *lists)
     """
     spec, mask = lifted.spec, lifted.spec.mask()
     read = {a.name: (operand, node) for a, operand, node in zip(spec.aux, lifted.aux, aux)}
@@ -131,7 +131,8 @@ def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict)
         return None, None
     tensors = [read[a.name][1] for a in mask.aux]
     tensors = [emit.call(torch.ops.aten.detach.default, t) if t.meta["example_value"].is_floating_point() else t for t in tensors]
-    lists = emit.call(torch.ops.flashfx.block_lists.default, tensors, sizes, str(mask))
+    like = tensors[0] if tensors else emit.call(torch.ops.aten.empty.memory_format, [0], device=lifted.q[0].value.fake.device)
+    lists = emit.call(torch.ops.flashfx.block_lists.default, like, tensors, sizes, str(mask))
     found = emit.call(operator.getitem, lists, 0), emit.call(operator.getitem, lists, 1)
     summaries[key] = emit.step, found
     return found

@@ -120,6 +120,7 @@ class ValueGraph:
     roots      values that outlive the graph (outputs, changed inputs) or are read by something opaque
     readers    for each root value, the Dynamo nodes that read it
     constants  data of tensor constants
+    literals   data of tensors that the code spells out, `torch.tensor([...])`: nobody else can change them
     changing   Dynamo nodes that change a tensor in place
     mode       the fake mode of the graph's example values
     """
@@ -129,6 +130,7 @@ class ValueGraph:
     steps: dict[fx.Node, int] = field(default_factory=dict)
     roots: dict[Value, fx.Node] = field(default_factory=dict)
     constants: dict[Value, torch.Tensor] = field(default_factory=dict)
+    literals: dict[Value, torch.Tensor] = field(default_factory=dict)
     changing: set[fx.Node] = field(default_factory=set)
     mode: Any = None
 

@@ -108,7 +108,7 @@ def test_op_rows_are_complete(name):
     assert row.triton and callable(row.torch)
     if row.evaluate is not None:
         samples = {"bool": (True, False, True), "int": (7, 3, 2), "float": (0.75, 0.5, 0.25)}
-        kinds = ["bool"] if name in ("and", "or", "xor", "not") else ["int"] if name in ("floordiv", "mod") else ["float"]
+        kinds = ["bool"] if name in ("and", "or", "xor", "not") else ["int"] if name in ("floordiv", "mod", "bit_xor") else ["float"]
         for kind in kinds:
             args = samples[kind][: row.arity]
             expected = row.torch(*(torch.tensor(a, dtype=torch.float64 if kind == "float" else None) for a in args))

@@ -216,7 +216,7 @@ def test_export_keeps_the_ops():
 def test_op_checks():
     mask = flashfx.AttentionSpec.parse("attention[b, i, j]\n given pad: bool[2]\n qk = q[b, i] . k[b, j]\n score = qk\n where pad[b, j]\n"
                                        " empty nan\n out = softmax_j(score) . v[b, j]").mask()
-    torch.library.opcheck(torch.ops.flashfx.block_lists.default, ([PAD.bool()], [2, N, N], str(mask)),
+    torch.library.opcheck(torch.ops.flashfx.block_lists.default, (PAD, [PAD.bool()], [2, N, N], str(mask)),
                           test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 

@@ -49,7 +49,7 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
             conditions.append(f"(j0 + BLOCK_N > {program.value(found.lo)})")
         if found.hi != Var("N"):
             conditions.append(f"(j0 < {program.value(found.hi)})")
-        if spec.is_data_masked:  # far cheaper than the products that an empty tile spares
+        if site.listed or spec.is_data_masked:  # far cheaper than the products that an empty tile spares
             program.enter(out, [spec.visible])
             out.assign("visible", f"tl.broadcast_to({program.tile(spec.visible)}, BLOCK_M, BLOCK_N)")
             conditions.append("(tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0)")

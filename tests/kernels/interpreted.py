@@ -113,7 +113,7 @@ LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked
 def summaries(monkeypatch):
     """Every call of launch gets its mask's summary, as the rewritten graph gives it."""
     forward, backward = launch.forward, launch.backward
-    lists = lambda s, q, k, aux, sizes: blocks.lists_for(s, aux, sizes, q.shape[-2], k.shape[-2])
+    lists = lambda s, q, k, aux, sizes: blocks.lists_for(s, aux, sizes, q, k)
     monkeypatch.setattr(launch, "forward", lambda s, q, k, v, aux, seed, sizes: forward(s, q, k, v, aux, seed, sizes, lists(s, q, k, aux, sizes)))
     monkeypatch.setattr(launch, "backward", lambda s, g, q, k, v, aux, seed, out, lse, sizes, needs: backward(
         s, g, q, k, v, aux, seed, out, lse, sizes, needs, None, lists(s, q, k, aux, sizes)))
@@ -170,8 +170,8 @@ def test_listed_kinds(variant):
         for shift in (0, 2 ** 40):
             read = [given[a.name] + shift if given[a.name].dtype == torch.int64 else given[a.name] for a in mask.aux]
             extents = [*(sizes[s.axes.index(a)] for a in mask.axes), M, N]
-            rows, keys = blocks.block_lists(mask, read, extents)
-            kinds = blocks._evaluated(mask, read, extents)
+            rows, keys = blocks.block_lists(mask, read, extents, torch.device("cpu"))
+            kinds = blocks.evaluated(mask, read, extents, torch.device("cpu"))
             assert torch.equal(blocks.kinds_of(rows), kinds) and torch.equal(blocks.kinds_of(keys), kinds.mT)
 
 

@@ -27,7 +27,7 @@ def on_cpu(monkeypatch):
 def listed(monkeypatch):
     """Every call of launch gets its mask's summary, as the rewritten graph gives it."""
     forward, backward = launch.forward, launch.backward
-    lists = lambda s, q, k, aux, sizes: lists_for(s, aux, sizes, q.shape[-2], k.shape[-2])
+    lists = lambda s, q, k, aux, sizes: lists_for(s, aux, sizes, q, k)
     monkeypatch.setattr(launch, "forward", lambda s, q, k, v, aux, seed, sizes: forward(s, q, k, v, aux, seed, sizes, lists(s, q, k, aux, sizes)))
     monkeypatch.setattr(launch, "backward", lambda s, g, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None: backward(
         s, g, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse, lists(s, q, k, aux, sizes)))
@@ -50,8 +50,8 @@ def brute(s: AttentionSpec, aux, sizes, M: int, N: int) -> torch.Tensor:
 @pytest.mark.parametrize("M, N", [(300, 400), (128, 256), (1, 130), (257, 129)])
 def test_lists_say_what_every_element_says(name, M, N):
     s, p = spec(DATA[name]), problem("cross", 16, M=M, N=N)
-    *_, aux, _, sizes = inputs(s, p)
-    rows, keys = lists_for(s, aux, sizes, M, N)
+    q, k, _, aux, _, sizes = inputs(s, p)
+    rows, keys = lists_for(s, aux, sizes, q, k)
     kinds = brute(s, aux, sizes, M, N)
     assert rows.dtype == keys.dtype == torch.int32 and rows.is_contiguous() and keys.is_contiguous()
     assert torch.equal(kinds_of(rows), kinds) and torch.equal(kinds_of(keys), kinds.mT)
@@ -76,7 +76,7 @@ def test_masks_that_need_no_summary(name):
 @pytest.mark.parametrize("M, N, batch", [(0, 300, 2), (300, 0, 2), (300, 300, 0)])
 def test_nothing_to_summarise(M, N, batch):
     s = spec(CORE["padding"])
-    rows, keys = block_lists(s.mask(), [torch.ones(batch, N, dtype=torch.bool)], [batch, M, N])
+    rows, keys = block_lists(s.mask(), [torch.ones(batch, N, dtype=torch.bool)], [batch, M, N], torch.device("cpu"))
     assert rows.shape == (batch, -(-M // BLOCK), 2 + -(-N // BLOCK)) and keys.shape == (batch, -(-N // BLOCK), 2 + -(-M // BLOCK))
 
 
@@ -108,5 +108,5 @@ def test_the_tiled_schedule_visits_only_what_is_listed(monkeypatch):
     evaluated = []
     original = torch_tiled.evaluate
     monkeypatch.setattr(torch_tiled, "evaluate", lambda e, *a: evaluated.append(e) or original(e, *a))
-    launch.forward(s, q, k, v, [doc], seed, sizes, lists_for(s, [doc], sizes, 1024, 1024))
+    launch.forward(s, q, k, v, [doc], seed, sizes, lists_for(s, [doc], sizes, q, k))
     assert evaluated.count(s.visible) == 0 and evaluated.count(s.score) == 16
