@@ -132,7 +132,7 @@ def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict)
     tensors = [read[a.name][1] for a in mask.aux]
     tensors = [emit.call(torch.ops.aten.detach.default, t) if t.meta["example_value"].is_floating_point() else t for t in tensors]
     like = tensors[0] if tensors else emit.call(torch.ops.aten.empty.memory_format, [0], device=lifted.q[0].value.fake.device)
-    lists = emit.call(torch.ops.flashfx.block_lists.default, like, tensors, sizes, str(mask))
+    lists = emit.call(torch.ops.flashfx.block_lists.default, like, tensors, sizes, mask.line)
     found = emit.call(operator.getitem, lists, 0), emit.call(operator.getitem, lists, 1)
     summaries[key] = emit.step, found
     return found

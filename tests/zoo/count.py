@@ -15,6 +15,7 @@ from flashfx.spec import AttentionSpec
 
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "mm", "__matmul__", "__rmatmul__"}
 SOFTMAX = {"softmax", "_softmax"}
+IN_PLACE = {"iadd", "isub", "imul", "itruediv", "setitem"}
 CALLS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 BETWEEN = set("""
     view reshape permute transpose contiguous expand unsqueeze squeeze flatten unflatten repeat clone to type_as float half type bfloat16 double
@@ -60,28 +61,42 @@ def _reaches(starts, step) -> bool:
     return False
 
 
-def matrices(gm: fx.GraphModule, regions) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Nodes of a rewritten graph that make a tensor with an element for every query and key of a fused site: (for masks, for biases).
+def between(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that make the scores of the sites of a graph: everything above the softmaxes (or the mask of a call), products and what is above them aside."""
+    found: set[fx.Node] = set()
+    for module in _modules(gm):
+        todo = []
+        for n in module.graph.nodes:
+            if n.op in ("call_function", "call_method") and name_of(n) in CALLS | SOFTMAX:
+                first = 3 if name_of(n) in CALLS else 0
+                todo += [a for a in (*n.args[first:], *n.kwargs.values()) if isinstance(a, fx.Node)]
+        while todo:
+            n = todo.pop()
+            if n not in found and not is_product(n):
+                found.add(n)
+                todo += n.all_input_nodes
+                todo += [u for u in n.users if name_of(u).endswith("_") or name_of(u) in IN_PLACE]
+    return found
 
-    A bias is a tensor whose elements the scores add; what it is made of counts with it.
 
-    Inputs and views of them are not made here, expanded views hold fewer elements than their shape says. Where a length equals a head size,
-    shapes do not tell; there only what the attention ops read as captured tensors, and what that is made of, counts.
+def matrices(gm: fx.GraphModule, scores: set[fx.Node], regions) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Nodes of a rewritten graph with an element for every query and key of a fused site: (those that make masks, those that make biases).
+
+    scores: what `between` said before the rewrite; what is left of that and what the attention ops read as captured tensors is looked at,
+    because elsewhere a shape says nothing. A bias is a tensor whose elements the scores add, and what that is made of. Inputs and views of
+    them are not made here, expanded views hold fewer elements than their shape says.
     """
-    problems = {r.problem for r in regions if r.fused and r.problem.M > 1 and r.problem.N > 1}
-    plain = {(p.M, p.N) for p in problems if not {p.M, p.N} & {p.D, p.Dv}}
-    every = {(p.M, p.N) for p in problems}
-    found, biases = [], []
-    for module in {id(m): m for m in gm.modules() if isinstance(m, fx.GraphModule)}.values():
-        masks: list[fx.Node] = []
-        added: list[fx.Node] = []
+    sizes = {(r.problem.M, r.problem.N) for r in regions if r.fused and r.problem.M > 1 and r.problem.N > 1}
+    masks, biases = [], []
+    for module in _modules(gm):
+        read: dict[bool, list[fx.Node]] = {True: [], False: []}
         for n in module.graph.nodes:
             if str(n.target) == "flashfx.attention.default":
                 spec = AttentionSpec.parse(n.args[6])
                 scored = {load.name for load in spec.score.loads if {"i", "j"} <= load.variables}
                 for a, node in zip(spec.aux, n.args[3]):
-                    (added if a.name in scored else masks).append(node)
-        captured, bias = _above(masks), _above(added)
+                    read[a.name in scored].append(node)
+        mask, bias = _above(read[False]), _above(read[True])
         given = {id(t.untyped_storage()) for n in module.graph.nodes if n.op in ("placeholder", "get_attr")
                  for t in [n.meta.get("example_value")] if isinstance(t, torch.Tensor)}
         for n in module.graph.nodes:
@@ -89,9 +104,13 @@ def matrices(gm: fx.GraphModule, regions) -> tuple[list[fx.Node], list[fx.Node]]
             if not isinstance(t, torch.Tensor) or n.op not in ("call_function", "call_method") or id(t.untyped_storage()) in given:
                 continue
             shape = tuple(map(int, t.shape[-2:]))
-            if shape in (every if n in captured | bias else plain) and t.untyped_storage().nbytes() >= shape[0] * shape[1] * t.element_size():
-                (biases if n in bias else found).append(n)
-    return found, biases
+            if n in scores | mask | bias and shape in sizes and t.untyped_storage().nbytes() >= shape[0] * shape[1] * t.element_size():
+                (biases if n in bias else masks).append(n)
+    return masks, biases
+
+
+def _modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    return list({id(m): m for m in gm.modules() if isinstance(m, fx.GraphModule)}.values())
 
 
 def _above(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -99,7 +118,7 @@ def _above(nodes: list[fx.Node]) -> set[fx.Node]:
     todo = list(nodes)
     while todo:
         n = todo.pop()
-        if n not in seen:
+        if n not in seen and not is_product(n):
             seen.add(n)
             todo += n.all_input_nodes
     return seen
@@ -107,7 +126,7 @@ def _above(nodes: list[fx.Node]) -> set[fx.Node]:
 
 def count_sites(gm: fx.GraphModule) -> int:
     total = 0
-    for module in {id(m): m for m in gm.modules() if isinstance(m, fx.GraphModule)}.values():
+    for module in _modules(gm):
         for n in module.graph.nodes:
             if n.op not in ("call_function", "call_method"):
                 continue

@@ -14,7 +14,7 @@ from flashfx.region import Region
 
 from tests.budget import excess, largest
 
-from .count import count_sites, matrices
+from .count import between, count_sites, matrices
 from .entry import Entry
 
 
@@ -32,10 +32,11 @@ class Compiled:
     def __call__(self, gm, example_inputs):
         from flashfx.backend import compile_rewritten
         self.before += count_sites(gm)
+        scores = between(gm)
         run, regions = compile_rewritten(gm, example_inputs, Options(inner=self.inner), {})
         self.after += count_sites(gm)
         self.regions += regions
-        made, biases = matrices(gm, regions)
+        made, biases = matrices(gm, scores, regions)
         self.matrices += [f"{n.name} {tuple(n.meta['example_value'].shape)} {source_line(n)}" for n in made]
         self.biases += len(biases)
         return run
