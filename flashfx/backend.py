@@ -92,6 +92,8 @@ def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patc
         return aot_eager(gm, example_inputs), regions
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from .lowering import register
+    register()
     patches = dict(patches)
     theirs = patches.get("joint_custom_post_pass", config.joint_custom_post_pass)
     patches["joint_custom_post_pass"] = _joint_pass(replace(options, dump=None), theirs)

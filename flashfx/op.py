@@ -45,24 +45,24 @@ def _lists(row_blocks, key_blocks):
     return None if row_blocks is None or key_blocks is None else (row_blocks, key_blocks)
 
 
-def _attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks):
+def attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks):
     parsed, owners = _parsed(spec)
     return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes], _lists(row_blocks, key_blocks))
 
 
-def _attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks):
+def attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks):
     parsed, owners = _parsed(spec)
     return launch.backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(owners, q, k, v), *sizes], needs, grad_lse,
                            _lists(row_blocks, key_blocks))
 
 
-def _block_lists(like, aux, sizes, mask):
+def block_lists(like, aux, sizes, mask):
     return blocks.block_lists(AttentionSpec.parse(mask), aux, sizes, like.device)
 
 
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-_library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
-_library.impl("block_lists", _block_lists, "CompositeExplicitAutograd")
+_library.impl("attention", attention, "CompositeExplicitAutograd")
+_library.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
+_library.impl("block_lists", block_lists, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("flashfx::attention", lib=_library)

@@ -117,6 +117,7 @@ def attention(lengths: list[int], sizes: list[int]) -> None:
 
 def launch() -> None:
     """Host time of the two ops as compiled code calls them: tensors with strides, a bias, grouped queries."""
+    from flashfx import op
     text = """\
 attention[b, h, g, i, j]
   given   bias: float[3]
@@ -130,9 +131,9 @@ attention[b, h, g, i, j]
     q, k, v, bias = make(2, 4, 2, 128, 64), make(2, 4, 1, 128, 64), make(2, 4, 1, 128, 64), make(4, 128, 128)
     print("host time of a call (us)       forward  backward")
     for name, spec, aux in (("causal, grouped queries", plain, []), ("bias with gradient, causal", text, [bias])):
-        forward = lambda: torch.ops.flashfx.attention.default(q, k, v, aux, None, [], spec)
+        forward = lambda: op.attention(q, k, v, aux, None, [], spec, None, None)
         out, lse = forward()
-        backward = lambda: torch.ops.flashfx.attention_backward.default(out, None, q, k, v, aux, None, out, lse, [], spec, [True] * (3 + len(aux)))
+        backward = lambda: op.attention_backward(out, None, q, k, v, aux, None, out, lse, [], spec, [True] * (3 + len(aux)), None, None)
         with torch.no_grad():
             backward(), forward(), backward()
             print(f"  {name:<28} {host_us(forward, 300):7.1f}  {host_us(backward, 300):8.1f}", flush=True)

@@ -1,0 +1,40 @@
+"""Code that Inductor generates calls our functions directly, and computes the same; C++ wrappers keep the ops."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import flashfx  # noqa: F401
+
+
+def attention(q, k, v, bias):
+    return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+@pytest.fixture
+def leaves():
+    torch.manual_seed(0)
+    return [torch.randn(shape, requires_grad=True) for shape in ((2, 3, 40, 16), (2, 3, 50, 16), (2, 3, 50, 8), (3, 40, 50))]
+
+
+def both(function, leaves):
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def test_generated_code_calls_our_functions(leaves):
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, codes = run_and_get_code(both, torch.compile(attention, backend="flashfx"), leaves)
+    text = "\n".join(line for code in codes for line in code.splitlines() if not line.lstrip().startswith("#"))
+    assert "= flashfx.op.attention(" in text and "= flashfx.op.attention_backward(" in text
+    assert "import flashfx.op" in text and "torch.ops.flashfx.attention.default(" not in text
+    torch.testing.assert_close(found, both(attention, leaves))
+
+
+def test_the_ops_called_by_themselves_keep_autograd(leaves):
+    text = ("attention[b, h, i, j]; given bias: float[3]; qk = q[b, h, i] . k[b, h, j]; score = qk * 0.25 + bias[h, i, j]; "
+            "out = softmax_j(score) . v[b, h, j]")
+    op = lambda q, k, v, bias: torch.ops.flashfx.attention(q, k, v, [bias], None, [], text, None, None)[0]
+    torch.testing.assert_close(both(op, leaves), both(attention, leaves))
