@@ -20,6 +20,7 @@ class GPU:
     registers         32-bit registers of one multiprocessor
     bandwidth         device memory, bytes per second
     matrix_rate       float operations per second
+    clock             highest clock of a multiprocessor, Hz
     source            where the numbers come from
     """
 
@@ -31,6 +32,7 @@ class GPU:
     registers: int
     bandwidth: float
     matrix_rate: float
+    clock: float
     source: str
 
     def __post_init__(self):
@@ -39,7 +41,13 @@ class GPU:
         assert self.registers % 1024 == 0 and 1 <= self.sms <= 256, self.name
         assert 1e11 < self.bandwidth < 1e14 and 1e13 < self.matrix_rate < 1e16, self.name
         assert 20 < self.matrix_rate / self.bandwidth < 700, f"{self.name}: operations per byte out of any card's range"
+        assert 1e9 < self.clock < 3.5e9, self.name
         assert self.source, self.name
+
+    @property
+    def exp_rate(self) -> float:
+        """exp2 per second: 16 special-function results a clock and multiprocessor (CUDA C++ Programming Guide, arithmetic instructions)."""
+        return 16.0 * self.sms * self.clock
 
     @property
     def arch(self) -> str:
@@ -49,21 +57,28 @@ class GPU:
 _GUIDE = "CUDA C++ Programming Guide, table of technical specifications per compute capability (shared memory, registers)"
 
 
-def _row(name, capability, sms, block, sm, bandwidth, rate, source):
-    return GPU(name, capability, sms, block * KIB, sm * KIB, 65536, bandwidth, rate, f"{source}; {_GUIDE}")
+def _row(name, capability, sms, block, sm, bandwidth, rate, clock, source):
+    return GPU(name, capability, sms, block * KIB, sm * KIB, 65536, bandwidth * 1e9, rate * 1e12, clock * 1e9, f"{source}; {_GUIDE}")
 
 
 GPUS: tuple[GPU, ...] = (
-    _row("T4", (7, 5), 40, 64, 64, 320e9, 65e12, "NVIDIA T4 datasheet"),
-    _row("V100", (7, 0), 80, 96, 96, 900e9, 125e12, "NVIDIA V100 datasheet (SXM2)"),
-    _row("A100", (8, 0), 108, 163, 164, 2039e9, 312e12, "NVIDIA A100 datasheet (SXM 80 GB)"),
-    _row("A10", (8, 6), 72, 99, 100, 600e9, 125e12, "NVIDIA A10 datasheet"),
-    _row("RTX 3090", (8, 6), 82, 99, 100, 936e9, 71e12, "NVIDIA GA102 whitepaper, float32 accumulation"),
-    _row("L4", (8, 9), 58, 99, 100, 300e9, 121e12, "NVIDIA L4 datasheet, without sparsity"),
-    _row("RTX 4090", (8, 9), 128, 99, 100, 1008e9, 165e12, "NVIDIA Ada whitepaper, float32 accumulation"),
-    _row("H100", (9, 0), 132, 227, 228, 3350e9, 989e12, "NVIDIA H100 datasheet (SXM), without sparsity"),
-    _row("H200", (9, 0), 132, 227, 228, 4800e9, 989e12, "NVIDIA H200 datasheet, without sparsity"),
-    _row("B200", (10, 0), 148, 227, 228, 8000e9, 2250e12, "NVIDIA DGX B200 datasheet, without sparsity"),
+    # name, capability, multiprocessors, KiB shared of a block and of a multiprocessor, GB/s, TFLOP/s, GHz
+    _row("T4", (7, 5), 40, 64, 64, 320, 65, 1.59, "NVIDIA T4 datasheet"),
+    _row("V100", (7, 0), 80, 96, 96, 900, 125, 1.53, "NVIDIA V100 datasheet (SXM2)"),
+    _row("A100", (8, 0), 108, 163, 164, 2039, 312, 1.41, "NVIDIA A100 datasheet (SXM 80 GB)"),
+    _row("A100-SXM4-40GB", (8, 0), 108, 163, 164, 1555, 312, 1.41, "NVIDIA A100 datasheet (40 GB)"),
+    _row("A30", (8, 0), 56, 163, 164, 933, 165, 1.44, "NVIDIA A30 datasheet"),
+    _row("A10", (8, 6), 72, 99, 100, 600, 125, 1.695, "NVIDIA A10 datasheet"),
+    _row("RTX 3090", (8, 6), 82, 99, 100, 936, 71, 1.695, "NVIDIA GA102 whitepaper, float32 accumulation"),
+    _row("L4", (8, 9), 58, 99, 100, 300, 121, 2.04, "NVIDIA L4 datasheet, without sparsity"),
+    _row("L40S", (8, 9), 142, 99, 100, 864, 362, 2.52, "NVIDIA L40S datasheet, without sparsity"),
+    _row("RTX 4090", (8, 9), 128, 99, 100, 1008, 165, 2.52, "NVIDIA Ada whitepaper, float32 accumulation"),
+    _row("H100", (9, 0), 132, 227, 228, 3350, 989, 1.98, "NVIDIA H100 datasheet (SXM), without sparsity"),
+    _row("H100 PCIe", (9, 0), 114, 227, 228, 2000, 756, 1.755, "NVIDIA H100 datasheet (PCIe), without sparsity"),
+    _row("H200", (9, 0), 132, 227, 228, 4800, 989, 1.98, "NVIDIA H200 datasheet, without sparsity"),
+    _row("GH200", (9, 0), 132, 227, 228, 4000, 990, 1.98, "NVIDIA GH200 datasheet (96 GB HBM3), without sparsity"),
+    _row("B200", (10, 0), 148, 227, 228, 8000, 2250, 1.965, "NVIDIA DGX B200 datasheet, without sparsity"),
+    _row("RTX 5090", (12, 0), 170, 99, 100, 1792, 209.5, 2.407, "NVIDIA RTX Blackwell whitepaper, float32 accumulation"),
 )
 
 BY_NAME = {row.name: row for row in GPUS}
@@ -72,10 +87,10 @@ DEFAULT = BY_NAME["H100"]
 
 
 def nearest(name: str, capability: tuple[int, int]) -> tuple[GPU, bool]:
-    """(row, is it this card's own?): the row named in the device's name, else the closest compute capability."""
-    for row in GPUS:
-        if re.search(rf"\b{row.name}\b", name):
-            return row, True
+    """(row, is it this card's own?): the row with the longest name in the device's, else the closest compute capability."""
+    named = [row for row in GPUS if re.search(rf"\b{row.name}\b", name)]
+    if named:
+        return max(named, key=lambda row: len(row.name)), True
     distance = lambda row: abs((row.capability[0] - capability[0]) * 10 + row.capability[1] - capability[1])
     return min(GPUS, key=distance), False
 

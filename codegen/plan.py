@@ -149,10 +149,10 @@ def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
 
 
 def units(problem: Problem, gpu: GPU) -> str:
-    """Which units multiply: "fma" (float32, exact), "mma" (up to compute capability 8.9), "wgmma" (Hopper), "tcgen05" (Blackwell)."""
+    """Which units multiply: "fma" (float32, exact), "wgmma" (Hopper), "tcgen05" (Blackwell's data centre cards), "mma" (all others)."""
     if "float32" in (problem.dtype, problem.v_dtype):
         return "fma"
-    return "mma" if gpu.capability < (9, 0) else "wgmma" if gpu.capability < (10, 0) else "tcgen05"
+    return {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}.get(gpu.capability[0], "mma")
 
 
 def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> list[tuple[int, int, int, int]]:
@@ -164,7 +164,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     else:
         several = len(chunks(max(problem.D, problem.Dv))) > 1
         heavy = is_heavy(spec, kernel)
-        start = START[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several)]
+        start = START[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several or gpu.capability[0] == 12)]
         if several and found == "mma":  # an accumulator for each piece of the head: registers run out earlier
             start = {("keys", True): (16, 64, 8, 1), ("rows", True): (64, 32, 8, 2), ("forward", True): (64, 32, 8, 2),
                      ("forward", False): (32, 32, 4, 2)}.get((kernel, head <= 128), start)
@@ -203,7 +203,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     depth = max(1, stages - 1 if units(problem, gpu) == "mma" else stages)
     tiled_loads = sum(WIDTHS["float32"] * m * n * depth for load in spec.loads if {"i", "j"} <= load.variables)
     scratch = 4 * m * n + 4096
-    staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability >= (10, 0) else 0  # tensor memory is filled through it
+    staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability[0] in (10, 11) else 0  # tensor memory is filled through it
     if kernel == "forward":
         return depth * n * (d + dv) + m * max(d, dv * 2) + tiled_loads + scratch * (width == 4 or spec.dropout > 0) + m * n * width + 2048
     if kernel == "keys":
@@ -247,8 +247,8 @@ def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gp
 
 
 def has_descriptors(spec: AttentionSpec, problem: Problem, gpu: GPU) -> bool:
-    """Does the card have a tensor memory accelerator, and can it index these operands?"""
-    return gpu.capability >= (9, 0) and len(spec.axes) <= 3 and "float32" not in (problem.dtype, problem.v_dtype)
+    """Does the card have a tensor memory accelerator that its matrix units read after, and can it index these operands?"""
+    return gpu.capability[0] in (9, 10, 11) and len(spec.axes) <= 3 and "float32" not in (problem.dtype, problem.v_dtype)
 
 
 def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None,

@@ -6,15 +6,11 @@ import sys
 
 def main() -> None:
     try:
-        import typer
-
-        from .bench.command import app as bench
+        from .commands import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"python -m flashfx needs {error.name}: pip install 'flashfx[report]'")
-    app = typer.Typer(no_args_is_help=True, add_completion=False, help="FlashFX finds attention in any model and runs it in generated tiled kernels.")
-    app.add_typer(bench, name="bench")
     app(prog_name="python -m flashfx")
 
 

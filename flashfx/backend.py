@@ -104,6 +104,8 @@ def _no_kernel(spec, problem, device: torch.device) -> str | None:
     """Why the generated kernels cannot run a site on its device; the tiled PyTorch schedule runs everything elsewhere."""
     if device.type != "cuda":
         return None
+    if torch.version.hip:
+        return "the generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's"
     from .codegen.gpu import current
     from .codegen.plan import why_not
     return why_not(spec, problem, current(device))

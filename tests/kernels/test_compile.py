@@ -23,6 +23,7 @@ SAMPLE = [
     ("sm_90", "bfloat16", 64, "full", "self"), ("sm_90", "bfloat16", 128, "causal", "self"), ("sm_90", "float16", 128, "dropout", "self"),
     ("sm_90", "bfloat16", 80, "causal", "gqa"), ("sm_90", "bfloat16", 256, "causal", "self"), ("sm_90", "bfloat16", 64, "padding", "self"),
     ("sm_90", "bfloat16", 128, "shared_bias", "self"), ("sm_90", "float32", 64, "full", "self"), ("sm_90", "bfloat16", 64, "softcap", "self"),
+    ("sm_120", "bfloat16", 64, "padding", "self"), ("sm_120", "bfloat16", 128, "dropout", "gqa"),
     ("sm_100", "bfloat16", 64, "causal", "self"), ("sm_100", "bfloat16", 128, "causal", "gqa"), ("sm_100", "float16", 64, "dropout", "self"),
 ]
 
@@ -41,7 +42,7 @@ def test_builds_without_spilling(arch, dtype, head, variant, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype, head", [*(("bfloat16", d) for d in (32, 40, 64, 72, 80, 96, 128, 192, 256)), ("float32", 64), ("float32", 128)])
 @pytest.mark.parametrize("variant, kind", [("full", "gqa"), ("causal", "self"), ("bias", "self"), ("dropout", "gqa"), ("softcap", "gqa"), ("padding", "self")])
 def test_builds_everywhere(arch, dtype, head, variant, kind):

@@ -71,8 +71,11 @@ def test_rows_and_devices():
     assert gpu.nearest("Tesla V100-SXM2-16GB", (7, 0)) == (gpu.BY_NAME["V100"], True)
     assert gpu.nearest("NVIDIA GeForce RTX 4090", (8, 9)) == (gpu.BY_NAME["RTX 4090"], True)
     assert gpu.nearest("NVIDIA H200", (9, 0)) == (gpu.BY_NAME["H200"], True)
-    row, own = gpu.nearest("Some Card", (12, 0))
-    assert not own and row.capability == (10, 0)
+    assert gpu.nearest("NVIDIA A100-SXM4-40GB", (8, 0)) == (gpu.BY_NAME["A100-SXM4-40GB"], True)
+    assert gpu.nearest("NVIDIA H100 PCIe", (9, 0)) == (gpu.BY_NAME["H100 PCIe"], True)
+    assert gpu.nearest("NVIDIA GH200 480GB", (9, 0)) == (gpu.BY_NAME["GH200"], True)
+    row, own = gpu.nearest("Some Card", (12, 1))
+    assert not own and row.capability == (12, 0)
     with pytest.raises(AssertionError, match="operations per byte"):
         replace(gpu.BY_NAME["H100"], bandwidth=1e13, matrix_rate=1e14)
 

@@ -1,0 +1,51 @@
+"""Commands of `python -m flashfx`. Exit codes: 0 done, 1 something is missing or failed, 2 wrong arguments."""
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from .bench.command import app as bench
+from .codegen.gpu import BY_NAME, current
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="FlashFX finds attention in any model and runs it in generated tiled kernels.")
+app.add_typer(bench, name="bench")
+
+
+@app.command()
+def doctor() -> None:
+    """What works on this machine, and what is missing. Exit code 1 if generated kernels cannot run on a GPU that is here."""
+    from .bench.card import report
+    lines, good = report()
+    print("\n".join(lines))
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def gpu(
+    name: Annotated[str, typer.Argument(help=f"a row: {', '.join(BY_NAME)}; this machine's by default")] = "",
+    measure: Annotated[bool, typer.Option(help="measure this machine's GPU and print it as a row")] = False,
+) -> None:
+    """The numbers of a GPU that plans are made from.
+
+    Examples:
+
+      python -m flashfx gpu
+      python -m flashfx gpu A100
+      python -m flashfx gpu --measure
+    """
+    from .bench.card import measured, measured_row, row_text
+    if name and name not in BY_NAME:
+        raise typer.BadParameter(f"unknown GPU {name!r}; known: {', '.join(BY_NAME)}")
+    if measure and (name or not torch.cuda.is_available()):
+        raise typer.BadParameter("--measure measures the GPU of this machine" + ("" if name else ", and there is none"))
+    row = BY_NAME[name] if name else current()
+    print(row_text(row))
+    if not name and not torch.cuda.is_available():
+        print("no GPU here: plans are made for this one unless another is named")
+    if measure:
+        found = measured(torch.device("cuda", torch.cuda.current_device()))
+        print(f"\nmeasured: {found['bandwidth'] / 1e9:.0f} GB/s, {found['matrix_rate'] / 1e12:.0f} TFLOP/s, {found['exp_rate'] / 1e12:.2f} T exponentials/s, "
+              f"{found['launch'] * 1e6:.1f} us a launch (host)")
+        print(measured_row(row, found))
