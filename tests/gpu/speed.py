@@ -1,7 +1,7 @@
-"""Speed on a GPU against peers in the same run: a GPT-2 medium training step, attention alone against FlexAttention, and the host's
-time for a launch.
+"""Speed on a GPU: a GPT-2 medium training step against peers in the same run, and the host's time for a launch. Attention alone is measured
+by `python -m flashfx bench attention`.
 
-    python -m tests.gpu.speed [gpt2] [attention] [launch] [--lengths 1024,4096,16384]
+    python -m tests.gpu.speed [gpt2] [launch]
 """
 from __future__ import annotations
 
@@ -73,48 +73,6 @@ def host_us(run, repeats: int = 50) -> float:
     return spent / repeats * 1e6
 
 
-def attention(lengths: list[int], sizes: list[int]) -> None:
-    """16k tokens, hidden size 2048, bf16; TFLOP/s as in FlashAttention-2, section 4.1."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    flex = torch.compile(flex_attention, dynamic=False)
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    print(f"bf16 8192^3 matrix product: {2 * 8192**3 / median_ms(lambda: a @ a, 20) / 1e9:.0f} TFLOP/s  [{clocks()}]")
-    print("  d causal     N   flex fwd  ours fwd  ratio   flex f+b  ours f+b  ratio   (TFLOP/s)  host us of ours, fwd and f+b")
-
-    def causal_attention(q, k, v):
-        s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        rows, cols = torch.arange(q.shape[-2], device=q.device), torch.arange(k.shape[-2], device=q.device)
-        return s.masked_fill(cols > rows[:, None], float("-inf")).softmax(-1) @ v
-
-    def full_attention(q, k, v):
-        return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
-
-    for d in sizes:
-        for causal in (False, True):
-            for n in lengths:
-                torch._dynamo.reset()
-                b, h = 16384 // n, 2048 // d
-                q, k, v, do = (torch.randn(b, h, n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
-                do = do.detach()
-                mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, n, n, device="cuda") if causal else None
-                ours = torch.compile(causal_attention if causal else full_attention, backend="flashfx")
-                flops = 4 * b * h * n * n * d * (0.5 if causal else 1)
-                row = []
-                for fn in (lambda: flex(q, k, v, block_mask=mask), lambda: ours(q, k, v)):
-                    with torch.no_grad():
-                        forward = median_ms(fn, 30)
-
-                    def both():
-                        torch.autograd.grad(fn(), (q, k, v), do)
-                    row.append((flops / forward / 1e9, 3.5 * flops / median_ms(both, 20) / 1e9))
-                with torch.no_grad():
-                    host = host_us(lambda: ours(q, k, v))
-                (ff, fb), (of, ob) = row
-                print(f"{d:>3} {'yes' if causal else 'no':<6}{n:>6}   {ff:8.0f}  {of:8.0f}  {of / ff:5.2f}   {fb:8.0f}  {ob:8.0f}  {ob / fb:5.2f}"
-                      f"                {host:6.0f} {host_us(both):6.0f}", flush=True)
-    print(f"[{clocks()}]")
-
-
 def launch() -> None:
     """Host time of the two ops as compiled code calls them: tensors with strides, a bias, grouped queries."""
     from flashfx import op
@@ -141,15 +99,11 @@ attention[b, h, g, i, j]
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["gpt2", "attention", "launch"])
-    parser.add_argument("--lengths", default="1024,4096,16384")
-    parser.add_argument("--sizes", default="64,128", help="head sizes")
+    parser.add_argument("what", nargs="*", default=["gpt2", "launch"])
     options = parser.parse_args(argv)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if "gpt2" in options.what:
         gpt2()
-    if "attention" in options.what:
-        attention(*([int(n) for n in given.split(",")] for given in (options.lengths, options.sizes)))
     if "launch" in options.what:
         launch()
     return 0
