@@ -21,3 +21,13 @@ def tiles_of(tensor: torch.Tensor, axes: Sequence[int], rows: int, width: int):
     from triton.tools.tensor_descriptor import TensorDescriptor
     kept = [*axes, tensor.dim() - 2, tensor.dim() - 1]
     return TensorDescriptor(tensor, [tensor.shape[d] for d in kept], [tensor.stride(d) for d in kept], [1] * len(axes) + [rows, width])
+
+
+def tma_tiles(tensor: torch.Tensor, axes: Sequence[int], rows: int, width: int):
+    """`tiles_of` for Gluon, whose kernels lay tiles out in shared memory themselves: swizzled as the matrix units read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    kept, block = [*axes, tensor.dim() - 2, tensor.dim() - 1], [1] * len(axes) + [rows, width]
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[tensor.dtype]
+    return TensorDescriptor(tensor, [tensor.shape[d] for d in kept], [tensor.stride(d) for d in kept], block,
+                            gl.NVMMASharedLayout.get_default_for(block, element))

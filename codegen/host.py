@@ -9,15 +9,23 @@ from .program import local
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
+from .schedules import hopper_backward, hopper_forward
 from .schedules.forward import forward_kernel
 from .writer import Kernel, Writer, wrapped
 
 
 def kernels(site: Site) -> dict[str, Kernel]:
     """The kernels a file needs, by role."""
-    found = {"forward": forward_kernel(site)}
+    if site.warpgroups:
+        found = {"forward": hopper_forward.forward_kernel(site)}
+        if site.averages:
+            found["empty rows"] = hopper_forward.empty_rows_kernel(site)
+    else:
+        found = {"forward": forward_kernel(site)}
     if any(site.needs):
         found["delta"] = delta_kernel(site)
+    if site.one_pass:
+        return found | {"keys": hopper_backward.keys_kernel(site), "rows": hopper_backward.finish_kernel(site)}
     if site.needs[1] or site.needs[2] or site.loads_over("j"):
         found["keys"] = keys_kernel(site)
     if site.needs[0] or site.loads:
@@ -63,14 +71,19 @@ def kinds_function(mask: AttentionSpec, kernel: Kernel) -> str:
     return out.text
 
 
-def forward_function(site: Site, kernel: Kernel) -> str:
+def forward_function(site: Site, found: dict[str, Kernel]) -> str:
     out = Writer()
     with out.block(f"def forward(q, k, v, aux, seed, sizes{', blocks=None' if site.listed else ''}):"):
         out.line('"""(out, lse), as flashfx.codegen.launch.forward."""')
         _unpack(site, out)
         extents = _shape(extent(a) for a in site.spec.axes)
         out.line(f"out, lse = empty_output({extents}, M, v), empty_lse({extents}, M, v)")
-        kernel.call(_grid("FORWARD", "BLOCK_M", "M", site.spec.axes), out)
+        grid = _grid("FORWARD", "BLOCK_M", "M", site.spec.axes)
+        if site.warpgroups and hopper_forward.is_uneven(site):
+            out.line("taken = torch.zeros(1, dtype=torch.int32, device=q.device)", "tiles that programs took beside their first")
+        found["forward"].call(f"(min({site.programs}, {grid[1:-2]}),)" if site.warpgroups else grid, out)
+        if "empty rows" in found:
+            found["empty rows"].call(_grid("EMPTY_ROWS", "BLOCK_M", "M", site.spec.axes), out)
         out.line("return out, lse")
     return out.text
 
@@ -89,11 +102,15 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
             with out.block("if grad_lse is not None:"):
                 out.line("delta[..., :M] -= grad_lse", "d lse / d score = p: what reaches lse adds p * grad_lse to ds")
         if site.averages:
-            out.line("averaging = (lse >= MEAN_ROW).any(-1).to(torch.int32)", "batch indices with rows that average v")
+            shared = [n for n, a in enumerate(spec.axes) if a in site.other_axes(site.axes_of("k", "v"))] if site.one_pass else []
+            over = f"{tuple(shared) + (-1,)}" if shared else "-1"
+            out.line(f"averaging = (lse >= MEAN_ROW).any({over}).to(torch.int32)", "batch indices with rows that average v")
         results = ["None"] * 3
-        if "rows" in found:
+        if site.one_pass:
+            results = _one_pass(site, found, out)
+        elif "rows" in found:
             results[0] = _rows(site, found["rows"], out)
-        if "keys" in found:
+        if "keys" in found and not site.one_pass:
             results[1], results[2] = _keys(site, found["keys"], out)
         for load in site.loads_over("i", "j"):
             _dense(site, load, found[f"dense {buffer(site, load)}"], out)
@@ -136,6 +153,18 @@ def _rows(site: Site, kernel: Kernel, out: Writer) -> str:
         out.line(f"{buffer(site, load)} = torch.empty({shape}, dtype=torch.float32, device=q.device)")
     kernel.call(_grid("ROWS", "BLOCK_M", "M", axes), out)
     return grad_q if site.needs[0] else "None"
+
+
+def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
+    """All three gradients by tiles of keys; dQ is summed in float32."""
+    axes, shape = site.axes_of("k", "v"), _shape([*(extent(a) if a in site.spec.q else "1" for a in site.spec.axes), "M", str(site.D)])
+    grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
+    grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
+    out.line(f"sum_q = torch.zeros({shape}, dtype=torch.float32, device=q.device)")
+    found["keys"].call(_grid("KEYS", "BLOCK_N", "N", axes), out)
+    out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
+    found["rows"].call('(triton.cdiv(sum_q.numel(), ROWS["BLOCK"]),)', out)
+    return [name if need else "None" for name, need in zip(("grad_q", grad_k, grad_v), site.needs)]
 
 
 def _dense(site: Site, load: Load, kernel: Kernel, out: Writer) -> None:

@@ -53,7 +53,8 @@ def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor]
              grad_lse: torch.Tensor | None = None, blocks: Lists | None = None) -> list[torch.Tensor]:
     """Gradients of (q, k, v, *aux), each of its operand's shape and dtype, contiguous; an empty tensor where `needs` is False.
 
-    Deterministic. `out` and `lse` are forward's results; grad_out has out's shape and any strides. grad_lse (lse's shape) is the
+    Deterministic, but for dQ of the Hopper schedule, which is a sum in no fixed order unless `torch.use_deterministic_algorithms(True)`
+    holds. `out` and `lse` are forward's results; grad_out has out's shape and any strides. grad_lse (lse's shape) is the
     gradient of the log-sum-exp, None where nothing reads it; raises PlanError for it beside gradients of captured tensors.
     """
     if grad_lse is not None and differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:]))):

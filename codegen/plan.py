@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..compat import tf32_allowed
 from ..errors import PlanError
 from ..expr import Call, Var, walk
@@ -16,17 +18,20 @@ from .blocks import pays
 from .gpu import GPU
 from .parts import chunks, peel
 from .ranges import bounds
+from .schedules import hopper
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DIRECTIONS = ("forward", "backward")
-OVERRIDE: dict[str, tuple[int, int, int, int]] = {}
-"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), set by `overridden`."""
+SCHEDULES = ("triton", "hopper")
+OVERRIDE: dict[str, tuple[int, int, int, int] | str] = {}
+"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), and "schedule" -> one of SCHEDULES; set by `overridden`."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """One kernel's tiles. `rows` and `dense` belong to a backward plan: the dQ kernel's and the N x N gradients' tiles.
 
+    schedule   "triton", the portable one, or "hopper", warp-specialised
     shared     bytes of shared memory, an upper bound of what the compiler takes
     precision  of float32 matrix products: "ieee" or "tf32"
     descriptors  tiles are read by the tensor memory accelerator
@@ -52,6 +57,8 @@ class Plan:
 
     @property
     def options(self) -> dict[str, int]:
+        if self.schedule == "hopper":
+            return hopper.options(self.kernel, self.BLOCK_M, self.BLOCK_N, self.num_stages)
         return {"BLOCK_M": self.BLOCK_M, "BLOCK_N": self.BLOCK_N, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def __str__(self) -> str:
@@ -64,13 +71,19 @@ class Plan:
 
 
 @contextlib.contextmanager
-def overridden(**tiles: tuple[int, int, int, int]):
-    """For tests and sweeps: overridden(forward=(64, 32, 4, 2), keys=…, rows=…, dense=…) while the block runs."""
+def overridden(schedule: str | None = None, **tiles: tuple[int, int, int, int]):
+    """For tests and sweeps: overridden(forward=(64, 32, 4, 2), keys=…, rows=…, dense=…) while the block runs.
+
+    schedule  "triton": the portable schedule everywhere; "hopper": the Hopper schedule wherever it can run, short rows too. Without it,
+              tiles are the portable schedule's.
+    """
     unknown = set(tiles) - {"forward", "keys", "rows", "dense"}
     if unknown:
         raise ValueError(f"unknown kernels {sorted(unknown)}; known: forward, keys, rows, dense")
+    if schedule not in (None, *SCHEDULES):
+        raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
     before = dict(OVERRIDE)
-    OVERRIDE.update(tiles)
+    OVERRIDE.update(tiles | ({"schedule": schedule} if schedule else {}))
     try:
         yield
     finally:
@@ -251,18 +264,64 @@ def has_descriptors(spec: AttentionSpec, problem: Problem, gpu: GPU) -> bool:
     return gpu.capability[0] in (9, 10, 11) and len(spec.axes) <= 3 and "float32" not in (problem.dtype, problem.v_dtype)
 
 
+def all_needs(spec: AttentionSpec) -> tuple[bool, ...]:
+    """Which of (q, k, v, *aux) can have gradients: all floats that the score reads."""
+    in_score = {load.name for load in spec.score.loads if load.kind == "float"}
+    return (True, True, True, *(a.kind == "float" and a.name in in_score for a in spec.aux))
+
+
+def why_not_hopper(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool = True, listed: bool = False,
+                   needs: tuple[bool, ...] | None = None) -> str | None:
+    """Why this does not run in the Hopper schedule on `gpu`, or None. Arguments as `make_plan`."""
+    wanted = OVERRIDE.get("schedule")
+    if gpu.capability != (9, 0) or wanted == "triton" or wanted is None and set(OVERRIDE):
+        return f"{gpu.name} is no Hopper card" if gpu.capability != (9, 0) else "the portable schedule was asked for"
+    reason = hopper.refusal(spec, problem, direction, descriptors, listed, all_needs(spec) if needs is None else needs, deterministic())
+    if reason is None and wanted is None and problem.M <= hopper.ROWS:
+        reason = f"{problem.M} query rows leave its second warpgroup idle"
+    return reason
+
+
+def deterministic() -> bool:
+    """Must gradients be the same bits in every run?"""
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> Plan | None:
+    """The Hopper schedule's tiles, or None if they do not fit."""
+    given, heavy = kernel in OVERRIDE, hopper.is_heavy(spec)
+    for m, n, warps, stages in [OVERRIDE[kernel]] if given else hopper.ladder(kernel, problem, hopper.is_simple(spec)):
+        shared, registers = hopper.shared_bytes(kernel, problem, m, n, stages), hopper.registers_per_thread(kernel, problem, m, n, heavy)
+        if given or shared <= gpu.shared_per_block and registers <= hopper.register_limit(kernel, m):
+            reason = "tiles given by the caller" if given else f"{shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, about {registers:.0f} registers"
+            return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason)
+    return None
+
+
 def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None,
-              listed: bool | None = None) -> Plan:
+              listed: bool | None = None, needs: tuple[bool, ...] | None = None) -> Plan:
     """Tiles for "forward", or for "backward": the plan of the dK/dV kernel with `rows` and `dense` beside it.
 
     descriptors  False if the operands' strides rule out TMA; by default it is used where the card has it
     listed       is there a run-time summary of the mask? By default where it pays
+    needs        which of (q, k, v, *aux) get gradients; all that can unless given
     Raises PlanError naming the limit if nothing fits.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, not {direction!r}")
     use = has_descriptors(spec, problem, gpu) and descriptors is not False
     listed = pays(spec, problem) if listed is None else listed
+    why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs)
+    if why is None:
+        found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu)
+        if found is not None:
+            return found
+        why = "no tile fits its registers and shared memory"
+    plan = _portable(spec, problem, gpu, direction, use, listed)
+    return plan if gpu.capability != (9, 0) else replace(plan, reason=f"{plan.reason}; not warp-specialised: {why}")
+
+
+def _portable(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, use: bool, listed: bool) -> Plan:
     if direction == "forward":
         return replace(_plan("forward", direction, spec, problem, gpu, use), listed=listed)
     rows = _plan("rows", direction, spec, problem, gpu, use)

@@ -1,6 +1,7 @@
 """Score and mask programs as Triton text: what depends on the inner loop's index stays in the loop, the rest is hoisted."""
 from __future__ import annotations
 
+import contextlib
 import keyword
 import math
 from collections import Counter
@@ -12,9 +13,15 @@ from ..spec import AttentionSpec
 from .ranges import nonnegative
 from .writer import Writer
 
-RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep seed
-    rows cols d e z y g t tile tiles start stop full_start full_stop leading trailing i0 i1 j0 j1 i j M N tl triton torch
-    dense value hidden mean first last some every inside columns row blocks Kinds Q K V Out Lse Lse2 Delta Seed dO dQ dK dV RowBlocks KeyBlocks""".split())
+RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep
+    seed rows cols d e z y g t tile tiles start stop full_start full_stop leading trailing i0 i1 j0 j1 i j M N tl
+    some every inside columns row blocks Kinds RowBlocks KeyBlocks
+    triton torch dense value hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
+    reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
+    row_scale slope first last work turns number following own q_slot next_number Taken lane all groups group size
+    rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
+    delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full do_empty next_qk next_acc next_dp
+    next_dv next_dk next_dq""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {
@@ -69,10 +76,11 @@ class Program:
     outer    writer above the loops
     inner    the loop's index, "i" or "j"; "" if there is no loop and both are fixed
     columns  the index that runs along the tile's second dimension
+    varying  batch axes that change inside the loop; what depends on them is not hoisted
     """
 
-    def __init__(self, spec: AttentionSpec, outer: Writer, inner: str, columns: str = "j"):
-        self.spec, self.inner, self.columns = spec, inner, columns
+    def __init__(self, spec: AttentionSpec, outer: Writer, inner: str, columns: str = "j", varying: Iterable[str] = ()):
+        self.spec, self.inner, self.columns, self.varying = spec, inner, columns, frozenset(varying)
         self.outer = Scope(outer, {})
         self.body: Scope | None = None
         self.certain: frozenset[str] = frozenset()
@@ -87,6 +95,13 @@ class Program:
         for node in {n: None for root in roots for n in walk(root)}:
             self.uses.update(node.args_())
         self.uses.update(roots)
+
+    @contextlib.contextmanager
+    def branch(self):
+        """Names assigned in a branch of the loop's body are unknown after it."""
+        before = dict(self.body.names)
+        yield
+        self.body.names = before
 
     # shapes
 
@@ -105,7 +120,7 @@ class Program:
         return self.spread(self.value(e), self.dims(e))
 
     def _scope(self, e: Expr) -> Scope:
-        depends = not self.inner or self.inner in self.dims(e)
+        depends = not self.inner or self.inner in self.dims(e) or bool(self.varying & e.variables)
         return self.body if depends and self.body is not None else self.outer
 
     # values
@@ -176,7 +191,8 @@ class Program:
             address = " + ".join([address, *scalar])
         fixed = [x for x in ("i", "j") if vectors[x] and x != self.inner]
         moving = [x for x in ("i", "j") if vectors[x] and x == self.inner]
-        if scope is self.body and (scalar or fixed):  # the part of the address that does not move with the loop
+        moves = self.varying & frozenset().union(*(a.variables for a in load.index if self.inner not in self.dims(a)))
+        if scope is self.body and (scalar or fixed) and not moves:  # the part of the address that does not move with the loop
             key = Load(load.name, (*load.index, Const(True)), load.kind)
             if key not in self.outer.names:
                 parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in fixed)]

@@ -9,9 +9,11 @@ from typing import Sequence
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from . import host
+from . import gluon
 from .parts import KEEP_TILE, Site
 from .load import load
-from .plan import Plan, make_plan
+from .plan import Plan, all_needs, make_plan
+from .schedules import hopper
 from .program import helpers
 from .schedules.blocks import ROWS, blocks_kernel
 from .writer import WIDTH, Writer
@@ -33,13 +35,13 @@ WHOLE = BLOCK
 """Every BLOCK_N divides this."""
 
 
-def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None) -> Site:
+def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None, backward: Plan | None = None) -> Site:
     """needs: which of (q, k, v, *aux) get gradients; all that are floats unless given."""
-    if needs is None:
-        in_score = {load.name for load in spec.score.loads if load.kind == "float"}
-        needs = (True, True, True, *(a.kind == "float" and a.name in in_score for a in spec.aux))
     return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
-                problem.N % WHOLE == 0, plan.descriptors, plan.listed, tuple(needs))
+                problem.N % WHOLE == 0, plan.descriptors, plan.listed, tuple(all_needs(spec) if needs is None else needs),
+                plan.BLOCK_M // 64 if plan.schedule == "hopper" else 0,
+                hopper.q_tiles(problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages), plan.gpu.sms,
+                backward is not None and backward.schedule == "hopper")
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,
@@ -48,16 +50,17 @@ def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bo
 
     plan is the forward plan; the backward plan is made for the same GPU unless given. Raises PlanError if it does not fit.
     """
-    site = site_of(spec, plan, problem, needs)
+    needs = tuple(all_needs(spec) if needs is None else needs)
+    if backward is None and any(needs):
+        backward = make_plan(spec, problem, plan.gpu, "backward", plan.descriptors, plan.listed, needs)
+    site = site_of(spec, plan, problem, needs, backward)
     found = host.kernels(site)
-    if backward is None and any(site.needs):
-        backward = make_plan(spec, problem, plan.gpu, "backward", plan.descriptors, plan.listed)
-    functions = [host.forward_function(site, found["forward"])]
+    functions = [host.forward_function(site, found)]
     if any(site.needs):
         functions.append(host.backward_function(site, found))
     kernels = [k.source for k in found.values()]
     body = "\n".join([*kernels, *functions])
-    shared = [*([KEEP_TILE] if spec.dropout else []), *helpers(body, "float32" in (site.dtype, site.v_dtype))]
+    shared = [*([KEEP_TILE] if "keep_tile(" in body else []), *helpers(body, "float32" in (site.dtype, site.v_dtype)), *gluon.helpers(body)]
     head = _head(site, plan, backward if any(site.needs) else None, problem, body)
     text = "\n\n\n".join([head, *shared, *kernels, *functions, _MAIN]) + "\n"
     return Source(text, plan, backward if any(site.needs) else None)
@@ -75,30 +78,42 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         if p is not None:
             out.lines(*textwrap.wrap(f"{p.direction:<9} {p}", WIDTH, subsequent_indent=" " * 10))
     out.line('"""')
-    out.lines("import torch", "import triton", "import triton.language as tl", "")
+    out.lines("import torch", "import triton", "import triton.language as tl")
+    if "gluon.jit" in body:
+        out.lines("from triton.experimental import gluon", "from triton.experimental.gluon import language as gl",
+                  "from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait")
+    out.line()
     from_codegen = [name for name in ("empty_lse", "empty_output") if f"{name}(" in body]
     if "accumulate(" in body:
         out.line("from flashfx.codegen.captured import accumulate")
     if plan.listed:
         out.line("from flashfx.codegen.blocks import lists_for")
-    if "tiles_of(" in body:
-        out.line("from flashfx.codegen.descriptors import tiles_of")
+    makers = [name for name in ("tiles_of", "tma_tiles") if f"{name}(" in body]
+    if makers:
+        out.line(f"from flashfx.codegen.descriptors import {', '.join(makers)}")
     out.line(f"from flashfx.codegen.layout import {', '.join(from_codegen)}")
     if "MEAN_ROW" in body:
         out.line("from flashfx.codegen.torch_tiled import MEAN_ROW")
     if "index_grid(" in body:
         out.line("from flashfx.reference import index_grid")
+    if "gluon.jit" in body:
+        out.line("from flashfx.compat import gluon_barrier, gluon_reduce_add")
     out.lines("from flashfx.region import Problem", "from flashfx.spec import AttentionSpec", "")
+    if "gluon.jit" in body:
+        out.lines("barrier, reduce_add = gluon_barrier(), gluon_reduce_add()", "")
     out.line('SPEC = AttentionSpec.parse("""\\')
     out.lines(*str(site.spec).splitlines())
     out.line('""")')
     out.line(f"PROBLEM = {problem!r}")
     out.line(f"NEEDS = {site.needs!r}", "which of q, k, v and the captured tensors get gradients")
     out.line(f"FORWARD = {plan.options!r}")
+    if site.warpgroups and site.averages:
+        out.line("EMPTY_ROWS = {'BLOCK_M': 64, 'BLOCK_N': 32, 'num_warps': 4, 'num_stages': 1}")
     if backward is not None:
         out.line(f"DELTA = {{'BLOCK_M': {64 if site.Dv <= 128 else 32}, 'num_warps': 4}}")
         out.line(f"KEYS = {backward.options!r}", "dK and dV")
-        out.line(f"ROWS = {backward.rows.options!r}", "dQ")
+        rows = "{'BLOCK': 1024, 'num_warps': 4}" if site.one_pass else repr(backward.rows.options)
+        out.line(f"ROWS = {rows}", "dQ")
         if "DENSE" in body:
             out.line(f"DENSE = {backward.dense.options!r}", "gradients of N x N loads")
     return out.text

@@ -37,8 +37,9 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
         compat.repair_interpreter()
     card = gpu.current(device)
     forward = plan.make_plan(spec, problem, card, "forward", descriptors, listed)
-    backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed) if any(needs) else None
-    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision, forward.descriptors, listed,
+    backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed, needs) if any(needs) else None
+    key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision,
+           forward.descriptors, listed, forward.schedule, backward and backward.schedule, card.sms,
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
@@ -56,7 +57,7 @@ def _key(spec, sizes, operands) -> tuple:
     """What a call's work depends on beside its tensors' contents and addresses."""
     layout = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in operands]
     precision = plan.matmul_precision() if torch.float32 in (operands[0].dtype, operands[2].dtype) else None
-    return (spec, *layout, operands[0].device, *sizes, precision, *plan.OVERRIDE.items())
+    return (spec, *layout, operands[0].device, *sizes, precision, plan.deterministic(), *plan.OVERRIDE.items())
 
 
 class _Call:

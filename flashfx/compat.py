@@ -105,3 +105,23 @@ def empty_strided(device):
     guards = torch._C._dynamo.guards
     own = getattr(guards, f"_empty_strided_{device.type}", None)
     return own or (lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device.type))
+
+
+def gluon_barrier():
+    """Gluon's barrier among the warps of a partition: `thread_barrier` until Triton 3.6, `barrier` after."""
+    from triton.experimental.gluon import language as gl
+    return getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@functools.cache
+def gluon_reduce_add():
+    """Gluon's TMA reduction, reduce_add(descriptor, coordinates, tile in shared memory); Triton 3.6 and 3.7 have no name for it."""
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def reduce_add(descriptor, coordinates, tile, _semantic=None):
+        coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
+
+    return reduce_add

@@ -108,10 +108,14 @@ class Body:
             exponent += f" + tl.zeros({shape}, tl.float32)"
         out.assign("p", f'tl.where(visible, tl.exp2({exponent}), 0.0)' if seen else f"tl.exp2({exponent})")
         if averages:
-            over = program.tile(spec.empty_over)
-            keys = [*beyond, *([over] if over != "True" else [])]
-            mean = f"tl.where({' & '.join(keys)}, {self.across('mean')}, 0.0)" if keys else self.across("mean")
-            out.assign("p", f"tl.where({self.across('mean')} > 0.0, {mean}, p)", "rows that average v")
+            self.averaged(out, beyond)
+
+    def averaged(self, out: Writer, beyond: list[str]) -> None:
+        """The weights of rows that average v. beyond: checks that a key lies before the end."""
+        over = self.program.tile(self.site.spec.empty_over)
+        keys = [*beyond, *([over] if over != "True" else [])]
+        mean = f"tl.where({' & '.join(keys)}, {self.across('mean')}, 0.0)" if keys else self.across("mean")
+        out.assign("p", f"tl.where({self.across('mean')} > 0.0, {mean}, p)", "rows that average v")
 
     def keep(self, out: Writer) -> None:
         """Dropout's decisions for the tile."""
@@ -133,7 +137,12 @@ class Body:
             if site.spec.dropout:
                 out.assign("dp", f"tl.where(keep, dp, 0.0) * {1.0 / (1.0 - site.spec.dropout)!r}")
             out.assign("ds", f"p * (dp - {self.across('delta')})")
-        if partial and site.averages and site.spec.empty_row is EmptyRow.MEAN:
+        if partial:
+            self.replaced(out)
+
+    def replaced(self, out: Writer) -> None:
+        """No gradient where a constant replaced all scores of a row."""
+        if self.site.averages and self.site.spec.empty_row is EmptyRow.MEAN:
             out.assign("ds", f"tl.where({self.across('mean')} > 0.0, 0.0, ds)", "a constant replaced these scores")
 
     def times(self, rest: Expr, factor: str = "ds") -> str:
@@ -159,6 +168,10 @@ def row_pointers(out: Writer) -> None:
 def load_lse2(site: Site, out: Writer) -> None:
     """The row vector that rebuilds p, and for rows that average v the weight of each of their keys."""
     out.assign("lse2", "tl.load(lse2_rows + i)")
+    mean_share(site, out)
+
+
+def mean_share(site: Site, out: Writer) -> None:
     if site.averages:
         marked = f'(lse2 >= {MEAN_ROW!r}) & (lse2 < float("inf"))'
         out.assign("mean", f"tl.where({marked}, {MEAN_ROW * LOG2E!r} / lse2, 0.0)", "the key's share in a row that averages v")

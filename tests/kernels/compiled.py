@@ -46,6 +46,7 @@ class Report:
     shared: int
     registers: int
     spilled: int
+    serialised: bool
 
 
 class _Recorder:
@@ -66,8 +67,8 @@ class _Recorder:
         return run
 
 
-def _assembled(kernel, gpu: GPU) -> tuple[int, int]:
-    """(registers, bytes spilled) by ptxas."""
+def _assembled(kernel, gpu: GPU) -> tuple[int, int, bool]:
+    """(registers, bytes spilled, are asynchronous matrix products run one by one?) by ptxas."""
     arch = gpu.capability[0] * 10 + gpu.capability[1]
     ptx = kernel.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx).group(1)
@@ -78,7 +79,7 @@ def _assembled(kernel, gpu: GPU) -> tuple[int, int]:
         log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", source, "-o", os.path.join(directory, "kernel.cubin")],
                              capture_output=True, text=True, check=True).stderr
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
-    return int(re.search(r"Used (\d+) registers", log).group(1)), spilled
+    return int(re.search(r"Used (\d+) registers", log).group(1)), spilled, "wgmma.mma_async instructions are serialized" in log
 
 
 def compile_all(text: str, problem: Problem, gpu: GPU, only: tuple[str, ...] = ()) -> list[tuple[Report, object]]:
@@ -108,8 +109,6 @@ def compile_all(text: str, problem: Problem, gpu: GPU, only: tuple[str, ...] = (
         for name, function in kernels.items():
             setattr(module, name, function)
         driver._active = before
-    plans = {"attention_forward": plan, "attention_backward_keys": source.backward, "attention_backward_rows": source.backward.rows}
-    result = []
-    for name, shared, registers, spilled in found:
-        result.append((Report(name, shared, registers, spilled), None if name == "attention_delta" else plans.get(name, source.backward.dense)))
-    return result
+    plans = {"attention_forward": plan, "attention_backward_keys": source.backward, "attention_backward_rows": source.backward.rows,
+             "attention_delta": None, "attention_empty_rows": None}
+    return [(Report(name, *figures), plans.get(name, source.backward.dense)) for name, *figures in found]

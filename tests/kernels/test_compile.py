@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashfx.codegen.plan import overridden
 from flashfx.compat import interpreting
 
 from .cases import CORE, MORE, problem, spec
@@ -21,6 +22,8 @@ SAMPLE = [
     ("sm_86", "float16", 128, "causal", "self"), ("sm_86", "bfloat16", 64, "dropout", "self"), ("sm_86", "bfloat16", 256, "full", "self"),
     ("sm_89", "bfloat16", 64, "bias", "self"), ("sm_89", "float16", 80, "softcap", "self"),
     ("sm_90", "bfloat16", 64, "full", "self"), ("sm_90", "bfloat16", 128, "causal", "self"), ("sm_90", "float16", 128, "dropout", "self"),
+    ("sm_90", "float16", 64, "dropout", "self"), ("sm_90", "bfloat16", 64, "causal", "self"), ("sm_90", "float16", 192, "window", "self"),
+    ("sm_90", "bfloat16", 128, "additive_left_padding", "gqa"), ("sm_90", "bfloat16", 64, "documents", "self"), ("sm_90", "bfloat16", 128, "alibi", "gqa"),
     ("sm_90", "bfloat16", 80, "causal", "gqa"), ("sm_90", "bfloat16", 256, "causal", "self"), ("sm_90", "bfloat16", 64, "padding", "self"),
     ("sm_90", "bfloat16", 128, "shared_bias", "self"), ("sm_90", "float32", 64, "full", "self"), ("sm_90", "bfloat16", 64, "softcap", "self"),
     ("sm_120", "bfloat16", 64, "padding", "self"), ("sm_120", "bfloat16", 128, "dropout", "gqa"),
@@ -28,17 +31,33 @@ SAMPLE = [
 ]
 
 
+HOPPER_SPILL = 32
+"""Bytes that the warp-specialised kernels may spill: their partitions' registers are fixed, and a few addresses outside of loops may not fit."""
+
+
 def builds(arch, dtype, head, variant, kind):
     p = problem(kind, head, dtype, M=1024, heads=4)
     for report, plan in compile_all(spec(ALL[variant], kind), p, BY_ARCH[arch]):
         if plan is not None:
             assert report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block, report
-        assert report.spilled == 0, report
+        hopper = plan is not None and plan.schedule == "hopper"
+        assert report.spilled <= (HOPPER_SPILL if hopper else 0), report
+        assert not (hopper and report.serialised), report
 
 
 @pytest.mark.parametrize("arch, dtype, head, variant, kind", SAMPLE)
 def test_builds_without_spilling(arch, dtype, head, variant, kind):
     builds(arch, dtype, head, variant, kind)
+
+
+PORTABLE_ON_HOPPER = [("bfloat16", 64, "full", "self"), ("bfloat16", 128, "causal", "self"), ("float16", 128, "dropout", "self"),
+                      ("bfloat16", 80, "causal", "gqa"), ("bfloat16", 64, "padding", "self"), ("bfloat16", 64, "softcap", "self")]
+
+
+@pytest.mark.parametrize("dtype, head, variant, kind", PORTABLE_ON_HOPPER)
+def test_the_portable_schedule_builds_for_hopper(dtype, head, variant, kind):
+    with overridden(schedule="triton"):
+        builds("sm_90", dtype, head, variant, kind)
 
 
 @pytest.mark.slow

@@ -6,6 +6,10 @@ import itertools
 import pytest
 import torch
 
+from flashfx.codegen import gpu, launch
+from flashfx.codegen.plan import make_plan, overridden
+from flashfx.codegen.selfcheck import inputs
+
 from .cases import CORE, KINDS, MORE, problem, spec
 from .run import lse_gradient, run
 
@@ -22,3 +26,41 @@ def test_cases(variant, kind, dtype, head, length):
 @pytest.mark.parametrize("variant, kind, dtype", [("full", "self", "bfloat16"), ("causal", "gqa", "bfloat16"), ("softcap", "cross", "float16")])
 def test_gradient_of_the_log_sum_exp(variant, kind, dtype):
     lse_gradient(spec(CORE[variant], kind), problem(kind, 64, dtype, M=200), "cuda").within_budget()
+
+
+HOPPER = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+WARP_SPECIALISED = [(v, kind, DTYPES[n % 2], (128, 64, 80, 256, 40, 16)[n % 6], (37, 1024, 321)[n // 6 % 3])
+                    for n, (v, kind) in enumerate(itertools.product({**CORE, **MORE}, KINDS))]
+
+
+@HOPPER
+@pytest.mark.parametrize("variant, kind, dtype, head, length", WARP_SPECIALISED)
+def test_cases_warp_specialised(variant, kind, dtype, head, length):
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length)
+    with overridden(schedule="hopper"):
+        assert make_plan(s, p, gpu.current("cuda"), "forward").schedule == "hopper"
+        run(s, p, "cuda").within_budget()
+
+
+@HOPPER
+@pytest.mark.parametrize("head, length, kind", [(64, 321, "self"), (128, 256, "gqa")])
+def test_both_schedules_drop_the_same_weights(head, length, kind):
+    """Values that pick one key each make the output the weights themselves: those dropped are exactly 0."""
+    s, p = spec(MORE["dropout"], kind), problem(kind, head, "float16", M=length, N=head)
+    q, k, v, aux, seed, sizes = inputs(s, p, "cuda")
+    v = torch.eye(head, device="cuda", dtype=v.dtype).expand(v.shape).contiguous()
+    dropped = {}
+    for schedule in ("triton", "hopper"):
+        with overridden(schedule=schedule):
+            dropped[schedule] = launch.forward(s, q, k, v, aux, seed, sizes)[0] == 0
+    assert torch.equal(dropped["triton"], dropped["hopper"]) and 0.1 < dropped["hopper"].double().mean() < 0.9
+
+
+@HOPPER
+def test_the_forward_repeats_bit_for_bit():
+    s, p = spec(CORE["causal"]), problem("self", 128, "bfloat16", M=1000)
+    q, k, v, aux, seed, sizes = inputs(s, p, "cuda")
+    first = launch.forward(s, q, k, v, aux, seed, sizes)
+    for _ in range(5):
+        again = launch.forward(s, q, k, v, aux, seed, sizes)
+        assert all(torch.equal(a, b) for a, b in zip(first, again))

@@ -12,8 +12,9 @@ from expecttest import assert_expected_inline
 
 from flashfx.codegen import gpu, load, triton_host
 from flashfx.codegen.parts import chunks, peel
-from flashfx.codegen.plan import DIRECTIONS, REGISTER_LIMIT, make_plan, overridden, registers_per_thread
+from flashfx.codegen.plan import DIRECTIONS, REGISTER_LIMIT, make_plan, overridden, registers_per_thread, why_not_hopper
 from flashfx.codegen.render import render
+from flashfx.codegen.schedules import hopper
 from flashfx.codegen.writer import WIDTH, Writer, wrapped
 from flashfx.errors import PlanError
 from flashfx.expr import parse
@@ -37,6 +38,10 @@ def test_every_plan_fits(row, head, dtype):
                 continue
             for part in (p for p in (plan, plan.rows, plan.dense) if p):
                 assert part.shared <= row.shared_per_block
+                if part.schedule == "hopper":
+                    assert row.capability == (9, 0) and part.BLOCK_M % hopper.ROWS == 0 and part.BLOCK_N & (part.BLOCK_N - 1) == 0
+                    assert 65536 >= part.options["maxnreg"] * 32 * (part.BLOCK_M // 16 + 4 if direction == "forward" else 12)
+                    continue
                 assert part.reason == "" or registers_per_thread(part.kernel, tuple(part.options.values()), problem("self", head, dtype)) <= REGISTER_LIMIT
                 assert all(n >= 16 and n & (n - 1) == 0 for n in (part.BLOCK_M, part.BLOCK_N)) and max(part.BLOCK_M, part.BLOCK_N) <= 128
 
@@ -59,7 +64,11 @@ def test_what_cannot_fit_raises():
 def test_a_plan_is_one_line():
     s, p = spec(MORE["shared_bias"]), problem("self", 128, "bfloat16", M=4096)
     assert_expected_inline(str(make_plan(spec(CORE["causal"]), p, gpu.BY_NAME["H200"], "forward")),
-                           "triton on H200: forward 64x64, 4 warps, 3 stages, 138 KiB shared, TMA (138 of 227 KiB shared memory, about 96 of 255 registers)")
+                           "hopper on H200: forward 128x128, 8 warps, 2 stages, 194 KiB shared, TMA (194 of 227 KiB shared memory, about 160 registers)")
+    with overridden(schedule="triton"):
+        assert_expected_inline(str(make_plan(spec(CORE["causal"]), p, gpu.BY_NAME["H200"], "forward")),
+                               "triton on H200: forward 64x64, 4 warps, 3 stages, 138 KiB shared, TMA (138 of 227 KiB shared memory, about 96 of 255 registers; "
+                               "not warp-specialised: the portable schedule was asked for)")
     assert_expected_inline(str(make_plan(s, p, gpu.BY_NAME["A100"], "backward")),
                            "triton on A100: keys 32x64, 8 warps, 1 stages, 66 KiB shared; rows 64x32, 8 warps, 2 stages, 66 KiB shared; "
                            "dense 64x32, 4 warps, 1 stages, 74 KiB shared (66 of 163 KiB shared memory, about 80 of 255 registers)")
@@ -117,8 +126,8 @@ def test_a_kernel_takes_only_what_it_uses(name):
         names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
         assert {a.arg for a in function.args.args} - names == set(), function.name
         assert ast.get_docstring(function)
-    assert ("keep_tile" in source.text) == bool(s.dropout)
-    assert "tl.float64" not in source.text and "atomic" not in source.text
+    assert ("philox" in source.text) == bool(s.dropout)
+    assert "tl.float64" not in source.text and "atomic" not in source.text.replace("gl.atomic_add(Taken, 1)", "")  # which tile is next
     assert max(map(len, source.text.splitlines())) <= 130
 
 
@@ -127,7 +136,7 @@ def test_new_lengths_share_a_module(monkeypatch):
     monkeypatch.setattr(triton_host.gpu, "current", lambda device: gpu.DEFAULT)
     s = spec(CORE["causal"])
     made = {triton_host.module_for(s, problem("self", 64, "float16", M=m, N=n), torch.device("meta"), (False,) * 3, True)
-            for m, n in [(100, 100), (37, 99), (5, 700)]}
+            for m, n in [(100, 100), (77, 99), (65, 700)]}
     assert len(made) == 1
     assert triton_host.module_for(s, problem("self", 64, "float16", M=128), torch.device("meta"), (False,) * 3, True) not in made
 
@@ -160,3 +169,45 @@ def test_tf32_follows_either_setting():
     finally:
         matmul.fp32_precision = "none"
         torch.set_float32_matmul_precision(before)
+
+
+REFUSED = [
+    ("full", {"dtype": "float32"}, "forward", "one 16-bit type, not float32"), ("full", {"v_dtype": "float16"}, "forward", "not bfloat16 and float16"),
+    ("full", {"D": 20}, "forward", "not aligned to 16 bytes"), ("full", {"D": 192}, "backward", "head sizes above 128"),
+    ("full", {"M": 64}, "forward", "64 query rows leave its second warpgroup idle"), ("bias", {}, "backward", "captured tensors need gradients"),
+]
+
+
+@pytest.mark.parametrize("variant, sizes, direction, reason", REFUSED)
+def test_the_hopper_schedule_says_why_not(variant, sizes, direction, reason):
+    s, p = spec(ALL[variant]), problem("self", **{"D": 64, "dtype": "bfloat16", "M": 1024} | sizes)
+    plan = make_plan(s, p, gpu.BY_NAME["H200"], direction)
+    assert plan.schedule == "triton" and reason in plan.reason
+    p = problem("self", 64, "bfloat16", M=1024)
+    assert make_plan(spec(CORE["full"]), p, gpu.BY_NAME["H200"], direction).schedule == "hopper"
+    assert "is no Hopper card" in why_not_hopper(spec(CORE["full"]), p, gpu.BY_NAME["A100"], direction)
+    assert make_plan(spec(CORE["full"]), p, gpu.BY_NAME["H200"], direction, descriptors=False).schedule == "triton"
+
+
+def test_gradients_in_a_fixed_order_on_demand():
+    s, p = spec(CORE["full"]), problem("self", 64, "bfloat16", M=1024)
+    torch.use_deterministic_algorithms(True)
+    try:
+        plan = make_plan(s, p, gpu.BY_NAME["H200"], "backward")
+        assert plan.schedule == "triton" and "deterministic" in plan.reason
+        assert make_plan(s, p, gpu.BY_NAME["H200"], "forward").schedule == "hopper"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_schedule_can_be_forced():
+    s, p = spec(CORE["full"]), problem("self", 64, "bfloat16")
+    schedule = lambda: make_plan(s, p, gpu.BY_NAME["H200"], "forward").schedule
+    assert schedule() == "triton"
+    with overridden(schedule="hopper"):
+        assert schedule() == "hopper"
+    with overridden(schedule="hopper", forward=(128, 64, 8, 2)):
+        assert make_plan(s, p, gpu.BY_NAME["H200"], "forward").options["BLOCK_N"] == 64
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        with overridden(schedule="cuda"):
+            pass

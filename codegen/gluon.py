@@ -1,0 +1,142 @@
+"""Kernels in Gluon, Triton's lower-level language: the same scalar programs in its dialect, and functions that run side by side.
+
+A warp-specialised kernel is a main function that works out what a program does, reserves shared memory and starts *partitions*: groups
+of warps that run different functions with their own number of registers. `WarpSpecialized` writes one such kernel; each function takes
+the arguments that its body names.
+"""
+from __future__ import annotations
+
+import re
+from typing import Iterable, Mapping, Sequence
+
+from .philox import ROUNDS
+from .program import FAST_TANH, HELPERS
+from .writer import Kernel, Writer, wrapped
+
+SIGMOID = '''@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))'''
+
+KEEP_TILE = f'''@gluon.jit
+def philox(seed, c0, c1, c2):
+    """Philox-4x32: four words of 32 random bits for the counter (c0, c1, c2, 0)."""
+    k0 = seed.to(gl.uint32)
+    k1 = (seed >> 32).to(gl.uint32)
+    c3 = c2 * 0
+    for _ in gl.static_range({ROUNDS}):
+        a, b = c0, c2
+        c0 = gl.umulhi(b, 0xCD9E8D57) ^ c1 ^ k0
+        c2 = gl.umulhi(a, 0xD2511F53) ^ c3 ^ k1
+        c1 = b * 0xCD9E8D57
+        c3 = a * 0xD2511F53
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@gluon.constexpr_function
+def words_layout(ROWS, COLUMNS, WARPS):
+    """Layout of one Philox call for each 4 elements (+0 and +8) that a thread holds of a (ROWS, COLUMNS) accumulator: the
+    accumulator's layout without bit 3 of the row and of the column."""
+    registers = [[0, 1]] + [[0, 8 << n] for n in range((COLUMNS // 16).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    warps = [[8 << n, 0] for n in range(WARPS.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 2, COLUMNS // 2])
+
+
+@gluon.jit
+def keep_scores(seed, z, a0, b0, THRESHOLD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+                WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Dropout's decisions for the score tile at row a0 and column b0 of batch index z; keys run along the rows if TRANSPOSED."""
+    words: gl.constexpr = words_layout(ROWS, COLUMNS, WARPS)
+    r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))
+    c = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, words))
+    a = (a0 + r // 8 * 16 + r % 8).to(gl.uint32)[:, None]
+    b = (b0 + c // 8 * 16 + c % 8).to(gl.uint32)[None, :]
+    zero = gl.zeros([ROWS // 2, COLUMNS // 2], gl.uint32, words)
+    if TRANSPOSED:
+        w0, w1, w2, w3 = philox(seed, a + zero, b + zero, z.to(gl.uint32) + zero)
+        w1, w2 = w2, w1
+    else:
+        w0, w1, w2, w3 = philox(seed, b + zero, a + zero, z.to(gl.uint32) + zero)
+    tile = gl.join(gl.join(w0, w1), gl.join(w2, w3))               # (r, c, bit 3 of the column, bit 3 of the row)
+    tile = tile.reshape([ROWS // 16, 8, COLUMNS // 16, 8, 2, 2]).permute([0, 5, 1, 2, 4, 3]).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(tile, LAYOUT) >= THRESHOLD'''
+
+
+def in_gluon(text: str) -> str:
+    """Triton text in Gluon's dialect. Helper functions get a name of their own: either language calls only its own functions.
+
+    before -> after: tl.minimum(i, N) -> gl.minimum(i, N); tl.range(0, N) -> range(0, N); tanh(x) -> gluon_tanh(x)
+    """
+    text = text.replace("@triton.jit", "@gluon.jit").replace("tl.sigmoid(", "sigmoid(").replace("tl.range(", "range(")
+    for name in (*HELPERS, "sigmoid"):
+        text = re.sub(rf"(?<![\w.]){name}\(", f"gluon_{name}(", text)
+    return re.sub(r"\btl\.", "gl.", text)
+
+
+def helpers(text: str) -> list[str]:
+    """Definitions of the helper functions that Gluon text calls."""
+    table = HELPERS | {"tanh": FAST_TANH, "sigmoid": SIGMOID}
+    found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
+    return [*found, *([KEEP_TILE] if "keep_scores(" in text else [])]
+
+
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z_]\w*", re.sub(r"#.*", "", text)))
+
+
+class Partition:
+    """A function that some of a kernel's warps run. `constants` are its own compile-time arguments."""
+
+    def __init__(self, name: str, doc: str, constants: Sequence[str] = ()):
+        self.name, self.doc, self.constants = name, doc, tuple(constants)
+        self.own: tuple[str, ...] = ()
+        self.body = Writer(1)
+
+    def arguments(self, known: Iterable[str]) -> list[str]:
+        """Its own arguments, and those of the names known to the kernel's main function that the body uses, in their order."""
+        used = words_of(self.body.text) - {*self.constants, *self.own}
+        return [*self.own, *(name for name in known if name in used)]
+
+
+class WarpSpecialized(Kernel):
+    """A Gluon kernel: a main function and its partitions."""
+
+    def __init__(self, name: str, doc: str, arguments: Mapping[str, str], constexprs: Sequence[str], options: str):
+        super().__init__(name, doc, arguments, constexprs, options)
+        self._functions: list[Partition] = []
+
+    def _known(self) -> list[str]:
+        assigned = re.findall(r"^ *(\w+) = ", self.body.text, re.M)
+        return list(dict.fromkeys([*self._arguments, *assigned, *self._constexprs]))
+
+    def function(self, function: Partition, own: Sequence[str], returns: Sequence[str]) -> str:
+        """Add a function that partitions call; returns the call. The main function must have all names that it takes but its `own`."""
+        function.body.line(f"return {', '.join(returns)}")
+        function.own = tuple(own)
+        self._functions.append(function)
+        return f"{function.name}({', '.join(function.arguments(self._known()))})"
+
+    def start(self, partitions: Sequence[tuple[Partition, Sequence[str], int, int]]) -> None:
+        """End the main function by starting partitions, each as (function, values of its constants, warps, registers of a thread).
+
+        The first runs on the kernel's own warps and gets the registers that the others leave.
+        """
+        known = self._known()
+        self._functions += {p.name: p for p, *_ in partitions}.values()
+        self.body.line("gl.warp_specialize([")
+        for p, values, _, _ in partitions:
+            for text in wrapped(f"    ({p.name}, (", [*p.arguments(known), *values], ")),", 1):
+                self.body.line(text.removeprefix("    "))
+        rest = partitions[1:]
+        self.body.line(f"], {[warps for *_, warps, _ in rest]}, {[registers for *_, registers in rest]})")
+
+    @property
+    def source(self) -> str:
+        known = self._known()
+        texts = []
+        for p in self._functions:
+            parameters = [f"{n}: gl.constexpr" if n in (*self._constexprs, *p.constants) else n for n in (*p.arguments(known), *p.constants)]
+            texts.append("\n".join(["@gluon.jit", *wrapped(f"def {p.name}(", parameters, "):"), f'    """{p.doc}"""', in_gluon(p.body.text)]))
+        return "\n\n\n".join([*texts, in_gluon(super().source)])

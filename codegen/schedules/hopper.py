@@ -1,0 +1,218 @@
+"""What the warp-specialised Hopper schedules share: what they take, TMA descriptors, shared memory, barriers, the order of tiles."""
+from __future__ import annotations
+
+from ...expr import QK, Call, Const, Var, walk
+from ...region import Problem
+from ...spec import AttentionSpec
+from ..parts import Chunk, Site, arguments, chunks, operand_axes, peel, pieces, tiles_name
+from ..program import Program, local
+from ..ranges import Bounds, bounds
+from ..writer import Writer
+
+ROWS = 64
+"""Rows of one warpgroup's matrix instruction (wgmma)."""
+
+WIDEST = {"forward": 256, "backward": 128}
+"""Largest head sizes: the accumulators of a warpgroup are held in registers."""
+
+
+def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: bool, listed: bool, needs: tuple[bool, ...] = (),
+            deterministic: bool = False) -> str | None:
+    """Why the Hopper schedule of "forward" or "backward" does not take this, or None. What is refused runs in the portable schedule.
+
+    describable    can the tensor memory accelerator read the operands where they lie?
+    listed         does a run-time summary of the mask say which tiles to visit?
+    needs          which of (q, k, v, *aux) get gradients
+    deterministic  must gradients be the same bits in every run?
+    """
+    if {problem.dtype, problem.v_dtype} - {"float16", "bfloat16"} or problem.dtype != problem.v_dtype:
+        return f"its matrix units take q, k and v of one 16-bit type, not {problem.dtype} and {problem.v_dtype}"
+    if not describable or len(spec.axes) > 3:
+        return "the tensor memory accelerator cannot index these operands"
+    if listed:
+        return "its loops do not follow a list of tiles made at run time"
+    if problem.D % 8 or problem.Dv % 8:
+        return f"rows of {problem.D} and {problem.Dv} elements are not aligned to 16 bytes"
+    if max(problem.D, problem.Dv) > WIDEST[direction]:
+        return f"head sizes above {WIDEST[direction]} do not fit its registers"
+    if QK not in spec.score.leaves:
+        return "the score does not depend on q . k"
+    if direction == "forward":
+        return None
+    if any(needs[3:]):
+        return "captured tensors need gradients"
+    if deterministic:
+        return "it adds dQ up in no fixed order, and deterministic algorithms are asked for"
+    if spec.k != spec.v or not spec.k <= spec.q:
+        return "k and v vary along different batch axes"
+    ends = bounds(spec.visible, "i")
+    if {a for a in spec.axes if a not in spec.k} & frozenset().union(*(e.variables for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi))):
+        return "the queries that share a key see it from different rows"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------- operands by TMA
+
+ROW_BLOCKS = {"Q": "M", "Out": "M", "dO": "M", "dQ": "M", "K": "N", "V": "N", "dK": "N", "dV": "N"}
+
+
+def tma_arguments(site: Site, results: dict[str, str], rows: dict[str, int | str]) -> dict[str, str]:
+    """`parts.arguments`, with tiles that Gluon reads and writes by TMA.
+
+    rows  operand or result ("Q", …, "dK", …) -> rows of its tiles, a number or the name of an option
+    """
+    out = {name: value for name, value in arguments(site, results).items() if "_tiles" not in name}
+    tensors = {"Q": "q", "K": "k", "V": "v", "Out": "out", "dO": "grad_out"} | {n: v for n, v in results.items() if n in rows}
+    found = {}
+    for name, block in rows.items():
+        like = name.removeprefix("d") if name in results else name
+        axes = [n for n, a in enumerate(site.spec.axes) if a in operand_axes(site, like)]
+        block = block if isinstance(block, int) else f"OPTIONS['{block}']"
+        for c, _, _ in pieces(site, like):
+            found[tiles_name(name, c)] = f"tma_tiles({tensors[name]}, {axes}, {block}, {c.width})"
+    return found | out
+
+
+def position(site: Site, operand: str, row: str, c: Chunk) -> str:
+    """Coordinates of a tile, for TMA."""
+    return "[" + ", ".join([*(local(a) for a in operand_axes(site, operand)), row, str(c.start)]) + "]"
+
+
+def block_shape(site: Site, operand: str, rows: str | int, c: Chunk) -> str:
+    """Shape of a tile as TMA sees it: 1 along the batch axes."""
+    return ", ".join(["1"] * len(operand_axes(site, operand)) + [str(rows), str(c.width)])
+
+
+def reserve(site: Site, out: Writer, name: str, operand: str, copies: str | int, rows: str | int, tiles: str = "") -> None:
+    """Shared memory for `copies` tiles of an operand, one variable per head-size chunk."""
+    for c, _, _ in pieces(site, operand):
+        tile = tiles_name(tiles or operand, c)
+        out.assign(name + c.suffix, f"gl.allocate_shared_memory({tile}.dtype, [{copies}, {block_shape(site, operand, rows, c)}], {tile}.layout)")
+
+
+def barriers(out: Writer, count: str | int, arrivals: dict[str, int]) -> None:
+    """Barriers in shared memory, `count` of each name, which complete a phase after so many arrivals."""
+    for name in arrivals:
+        out.assign(name, f"gl.allocate_shared_memory(gl.int64, [{count}, 1], mbarrier.MBarrierLayout())")
+    with out.block(f"for slot in gl.static_range({count}):"):
+        for name, number in arrivals.items():
+            out.line(f"mbarrier.init({name}.index(slot), count={number})")
+
+
+def read_by_tma(site: Site, out: Writer, operand: str, row: str, rows: str | int, full: str, into: str, index: str, expect: bool = True) -> None:
+    """Start the copy of one tile; `full` completes when it has arrived."""
+    found = pieces(site, operand)
+    if expect:
+        out.line(f"mbarrier.expect({full}, {rows} * {sum(c.width for c, _, _ in found) * 2})")
+    for c, _, _ in found:
+        out.line(f"tma.async_copy_global_to_shared({tiles_name(operand, c)}, {position(site, operand, row, c)}, {full}, {into}{c.suffix}.index({index}))")
+
+
+def tile_view(name: str, c: Chunk, index: str, rows: str | int) -> str:
+    """A tile in shared memory as a matrix."""
+    return f"{name}{c.suffix}.index({index}).reshape([{rows}, {c.width}])"
+
+
+# -------------------------------------------------------------------------------------------------------- tile order
+
+def segments(found: Bounds, program: Program, out: Writer, x: str, block: str, size: str, padded: bool, nonempty: bool,
+             override: str = "") -> str:
+    """Assign start and stop, between which all tiles are visited, and what else the returned condition of a partial tile needs.
+
+    padded    the last tile counts as full
+    nonempty  some tile must be visited, a hidden one if there is no other
+    override  a condition under which every tile is visited, none as full
+    Returns "" if no tile is partial. The arithmetic is that of `flashfx.codegen.tiles.cut`.
+    """
+    if found.is_total:
+        out.assign("start", "0")
+        out.assign("stop", size)
+        return "" if padded else f"{x}0 + {block} > {size}"
+    text = lambda e: f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
+    out.assign("start", "0" if found.lo == Const(0) else f"{text(found.lo)} // {block} * {block}", "tiles outside [start, stop) are hidden")
+    out.assign("stop", text(found.hi))
+    conditions = []
+    if found.has_full:
+        if not found.starts_full:
+            out.assign("full_start", f"tl.cdiv({text(found.full_lo)}, {block}) * {block}", "tiles inside [full_start, full_stop) need no mask")
+            conditions.append(f"({x}0 < full_start)")
+        if not (padded and found.full_hi == Var(size)):
+            out.assign("full_stop", f"{text(found.full_hi)} // {block} * {block}")
+            conditions.append(f"({x}0 >= full_stop)")
+    if nonempty:
+        out.assign("start", f"tl.minimum(start, ({size} - 1) // {block} * {block})", "at least one tile, if a hidden one")
+        out.assign("stop", "tl.maximum(stop, start + 1)")
+    if override:
+        out.assign("start", f"tl.where({override}, 0, start)", "a row that averages v reads every tile")
+        out.assign("stop", f"tl.where({override}, {size}, stop)")
+        conditions.append(f"({override})")
+    return " | ".join(conditions) if found.has_full else "True"
+
+
+# -------------------------------------------------------------------------------------------------------------- tiles
+
+def padded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def ladder(kernel: str, problem: Problem, simple: bool) -> list[tuple[int, int, int, int]]:
+    """(BLOCK_M, BLOCK_N, warps, stages) to try, best first, as measured on an H200. simple: three warpgroups have registers enough."""
+    if kernel == "keys":
+        return [(64, 128, 8, 2), (64, 128, 8, 1)]
+    wide = [(128, n, 8, stages) for n in (128, 64, 32) for stages in (2, 3)]
+    return [(192, 128, 12, 3), *wide] if simple and max(problem.D, problem.Dv) <= 64 else wide
+
+
+def is_simple(spec: AttentionSpec) -> bool:
+    """Is the score q . k times a constant, without dropout, under a mask of comparisons?"""
+    divides = any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
+    return peel(spec.score)[0] == QK and not spec.dropout and not spec.visible.loads and not divides
+
+
+def is_heavy(spec: AttentionSpec) -> bool:
+    """Does a score need registers of its own: dropout's random words, functions, addresses of loads by row and key, a mask that loads by row?"""
+    raw = peel(spec.score)[0]
+    functions = any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(raw))
+    loads = any({"i", "j"} <= load.variables for load in spec.loads) or any("i" in load.variables for load in spec.visible.loads)
+    return bool(spec.dropout) or functions or loads
+
+
+def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: bool) -> float:
+    """Accumulators, scores and weights of a consumer, in 32-bit registers of each thread. heavy: the score needs a tile of its own."""
+    d, dv = padded(problem.D), padded(problem.Dv)
+    if kernel == "forward":
+        return (dv + n + n / 2 + n * heavy) / 2
+    return (n * (d + dv) + 2 * m * n + m * n / 2 * (1 + heavy)) / 256
+
+
+def register_limit(kernel: str, m: int) -> int:
+    """Of the registers that a partition gets, without addresses, row vectors and counters."""
+    return 208 if kernel == "keys" or m == 2 * ROWS else 136
+
+
+def _forward_bytes(problem: Problem, m: int, n: int, stages: int) -> int:
+    d, dv = padded(problem.D), padded(problem.Dv)
+    q, v = ({c.suffix: c.width for c in chunks(size)} for size in (problem.D, problem.Dv))
+    out = sum(width for suffix, width in v.items() if q.get(suffix) != width)
+    return 2 * m * (d + out) + 2 * stages * n * (d + dv) + 2048
+
+
+def q_tiles(problem: Problem, m: int, n: int, stages: int) -> int:
+    """Is there shared memory for the next query rows while the output is stored from the place of the ones before?"""
+    return 1 + (_forward_bytes(problem, m, n, stages) + 2 * m * padded(problem.D) <= 227 * 1024)
+
+
+def shared_bytes(kernel: str, problem: Problem, m: int, n: int, stages: int) -> int:
+    """An upper bound of the shared memory that the compiler takes for a kernel: tiles, barriers, and what partitions are handed."""
+    d, dv = padded(problem.D), padded(problem.Dv)
+    if kernel == "forward":
+        return _forward_bytes(problem, m, n, stages) + 2 * m * d * (q_tiles(problem, m, n, stages) - 1)
+    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n + 8 * stages * m + 2048
+
+
+def options(kernel: str, m: int, n: int, stages: int) -> dict[str, int]:
+    """Compile-time constants and launch options. The first partition runs on `num_warps` warps; `maxnreg` is what a thread has before
+    partitions trade registers: 64K over the warps of all partitions, rounded up to warpgroups."""
+    warps = 4 if kernel == "forward" else 8
+    total = m // ROWS * 4 + 4 if kernel == "forward" else 12
+    return {"BLOCK_M": m, "BLOCK_N": n, "STAGES": stages, "num_warps": warps, "maxnreg": 65536 // (32 * total) // 8 * 8}

@@ -1,0 +1,277 @@
+"""Attention's backward pass for Hopper, warp-specialised, in Gluon: one pass over the keys, as FlashAttention-3 (Shah et al. 2024, section 3).
+
+A program holds a tile of keys and goes over the query rows that see it, with the score tile transposed, so that P^T and dS^T feed the
+products dV += P^T dO and dK += dS^T Q from registers. dS goes through shared memory for dQ = dS K, which is added to a float32 buffer
+by the tensor memory accelerator: in no fixed order, so that dQ may differ between runs by rounding. No product is in flight at the end
+of a step: the assembler would serialise those that are.
+"""
+from __future__ import annotations
+
+from ...expr import QK, Var
+from ..gluon import Partition, WarpSpecialized
+from ..parts import LOG2E, Site, count, decode, flatten, tiles_name
+from ..philox import threshold
+from ..program import Program
+from ..writer import Kernel, Writer
+from .common import Body, mean_share, padded_rows, scaled
+from .hopper import barriers, block_shape, position, read_by_tma, reserve, segments, tile_view, tma_arguments
+
+WARPS = 8
+"""Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
+REGISTERS, PRODUCER_REGISTERS = 240, 24
+
+
+def keys_kernel(site: Site) -> Kernel:
+    """dK, dV, and the tile's share of dQ, for a tile of BLOCK_N keys."""
+    spec = site.spec
+    mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
+    results = {"dK": "grad_k", "dV": "grad_v", "dQ": "sum_q"}
+    rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": "BLOCK_N", "V": "BLOCK_N", "dK": "BLOCK_N", "dV": "BLOCK_N", "dQ": "BLOCK_M"}
+    shared = f", summed over ({', '.join(others)})" if others else ""
+    kernel = WarpSpecialized("attention_backward_keys", f"One program: gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ.",
+                             tma_arguments(site, results, rows), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
+    out = kernel.body
+    out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
+    out.assign("y", "tl.program_id(0) // tiles")
+    out.assign("tile", "tl.program_id(0) % tiles")
+    decode(out, mine, "y")
+    out.assign("j0", "tile * BLOCK_N")
+    if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
+        out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
+    program = Program(spec, out.section(), inner="i")
+    if site.averages:
+        out.assign("average", "tl.load(Averaging + y)")
+    partial = segments(site.by_keys, program, out, "i", "BLOCK_M", "M", True, True, "average != 0" if site.averages else "")
+    if partial not in ("", "True") and not site.whole:
+        partial = f"{partial} | (j0 + BLOCK_N > N)"
+    elif not partial and not site.whole:
+        partial = "j0 + BLOCK_N > N"
+    out.assign("count", "tl.cdiv(stop - start, BLOCK_M)")
+    out.assign("steps", f"count * {count(others)}" if others else "count", "the queries that share these keys, one after the other" if others else "")
+    if not others:
+        out.assign("z", "y")
+    if spec.dropout:
+        out.assign("seed", "tl.load(Seed)")
+    reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
+    reserve(site, out, "do_ring", "dO", "STAGES", "BLOCK_M")
+    reserve(site, out, "k_tile", "K", 1, "BLOCK_N")
+    reserve(site, out, "v_tile", "V", 1, "BLOCK_N")
+    for c in site.qk_chunks:
+        tile = tiles_name("dQ", c)
+        out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [1, {block_shape(site, 'Q', 'BLOCK_M', c)}], {tile}.layout)")
+    dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
+    out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], {dtype}))")
+    for name in ("lse2_ring", "delta_ring"):
+        out.assign(name, "gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+    barriers(out, 1, {"kv_full": 1})
+    barriers(out, "STAGES", {"q_full": 2, "q_empty": 1, "do_full": 1, "do_empty": 1})
+    out.line("fence_async_shared()")
+    kernel.start([(_accumulate(site, partial, others), [], WARPS, REGISTERS), (_load_tiles(site, others), [], 1, PRODUCER_REGISTERS)])
+    return kernel
+
+
+def _step(site: Site, out: Writer, others) -> None:
+    """Where step `step` is: first row i0 and batch index z."""
+    if others:
+        out.assign("g", "step // count")
+        decode(out, others, "g")
+        out.assign("z", flatten(site.spec.axes))
+        out.assign("i0", "start + step % count * BLOCK_M")
+    else:
+        out.assign("i0", "start + step * BLOCK_M")
+    out.assign("slot", "step % STAGES")
+    out.assign("phase", "step // STAGES & 1")
+
+
+def _load_tiles(site: Site, others) -> Partition:
+    producer = Partition("load_rows", "One warp: copies the tile of keys and values, then the query rows, their output's gradients, log-sum-exps and deltas.")
+    out = producer.body
+    wide = sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
+    out.line(f"mbarrier.expect(kv_full.index(0), BLOCK_N * {wide * 2})")
+    read_by_tma(site, out, "K", "j0", "BLOCK_N", "kv_full.index(0)", "k_tile", "0", expect=False)
+    read_by_tma(site, out, "V", "j0", "BLOCK_N", "kv_full.index(0)", "v_tile", "0", expect=False)
+    out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
+    with out.block("for step in tl.range(0, steps):"):
+        _step(site, out, others)
+        out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
+        out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z')} + i)")
+        out.assign("delta", f"tl.load(Delta + {padded_rows('z')} + i)")
+        out.line("mbarrier.wait(q_empty.index(slot), phase ^ 1)")
+        read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot")
+        out.line("lse2_ring.index(slot).store(lse2)")
+        out.line("delta_ring.index(slot).store(delta)")
+        out.line("mbarrier.arrive(q_full.index(slot), count=1)")
+        out.line("mbarrier.wait(do_empty.index(slot), phase ^ 1)")
+        read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")
+    return producer
+
+
+def _names(prefix: str, found) -> str:
+    return ", ".join(prefix + c.suffix for c in found)
+
+
+def _chain(out: Writer, name: str, found, left, right, start: str) -> None:
+    """A product over head-size chunks, each continuing the one before."""
+    for n, c in enumerate(found):
+        out.assign(name, f"warpgroup_mma({left(c)}, {right(c)}, {f'{name}, is_async=True' if n else start})")
+
+
+def _issue_scores(site: Site, out: Writer, q: str) -> None:
+    _chain(out, "next_qk", site.qk_chunks, lambda c: f"k{c.suffix}", lambda c: f"{q}{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
+
+
+def prefetches(site: Site) -> bool:
+    """Issue Q K^T of the next rows before dQ is stored? Its accumulator must fit beside those of dQ, dK and dV."""
+    return max(site.D, site.Dv) <= 64
+
+
+def _accumulate(site: Site, partial: str, others) -> Partition:
+    spec, nq, nv = site.spec, len(site.qk_chunks), len(site.v_chunks)
+    consumer = Partition("accumulate", "Two warpgroups: one tile of keys against all query rows that see it.")
+    out = consumer.body
+    dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
+    out.line(f"scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [{WARPS}, 1], [16, BLOCK_M, 16])")
+    for kind, name, found in (("keys", "dk", site.qk_chunks), ("values", "dv", site.v_chunks)):
+        for c in found:
+            out.line(f"{name}_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [{WARPS}, 1], [16, {c.width}, 16])")
+    for c in site.qk_chunks:  # BLOCK_M rows are one warpgroup's: the other takes half of the columns
+        out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, {WARPS // 4}], [16, {c.width // (WARPS // 4)}, 16])")
+    out.line("keywise: gl.constexpr = gl.SliceLayout(1, scores)")
+    out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
+    out.assign("j", "j0 + gl.arange(0, BLOCK_N, keywise)")
+    out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
+    program = Program(spec, out.section(), inner="i", columns="i", varying=others)
+    body = Body(site, program, transposed=True)
+    out.assign("zeros", "gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)")
+    for c in site.qk_chunks:
+        out.assign(f"dk{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dk_layout{c.suffix})")
+        out.assign(f"k{c.suffix}", tile_view("k_tile", c, "0", "BLOCK_N"))
+    for c in site.v_chunks:
+        out.assign(f"v{c.suffix}", tile_view("v_tile", c, "0", "BLOCK_N"))
+        out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
+    early = prefetches(site)
+    out.line("mbarrier.wait(kv_full.index(0), 0)")
+    if early:
+        out.line("mbarrier.wait(q_full.index(0), 0)")
+        for c in site.qk_chunks:
+            out.assign(f"next_q{c.suffix}", tile_view("q_ring", c, "0", "BLOCK_M"))
+        _issue_scores(site, out, "next_q")
+        out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
+    with out.block("for step in tl.range(0, steps):"):
+        _step(site, out, others)
+        out.assign("i", "i0 + rows")
+        for c in site.qk_chunks:
+            out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
+        for c in site.v_chunks:
+            out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
+        if not early:
+            out.line("mbarrier.wait(q_full.index(slot), phase)")
+            _issue_scores(site, out, "q")
+        out.line("mbarrier.wait(do_full.index(slot), phase)")
+        _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
+        if not early:
+            out.assign("qk", f"warpgroup_mma_wait({nv}, [next_qk])", "dP still runs")
+        out.assign("lse2", "lse2_ring.index(slot).load(rowwise)")
+        signed = _weights(site, body, out, partial)
+        for c in site.v_chunks:
+            out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
+            out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
+        out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
+        out.assign("delta", "delta_ring.index(slot).load(rowwise)")
+        if spec.dropout:
+            out.assign("dp", f"tl.where({'slope > 0.0' if signed else 'keep'}, dp * {1.0 / (1.0 - spec.dropout)!r}, 0.0)")
+        out.assign("ds", f"{'tl.abs(slope)' if signed else 'slope'} * (dp - delta[None, :])")
+        body.replaced(out)
+        out.assign("ds", f"ds.to({dtype})")
+        out.line("ds_tile.store(ds)")
+        out.line("fence_async_shared()")
+        out.line("barrier()")
+        for c in site.qk_chunks:
+            out.assign(f"next_dq{c.suffix}", f"warpgroup_mma(ds_tile.permute((1, 0)), k{c.suffix}, "
+                                             f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
+        out.assign(_names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dv', site.v_chunks)}])", "dQ still runs")
+        out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
+        for c in site.qk_chunks:
+            out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
+                                             f"dk{c.suffix}, is_async=True)")
+        if early:
+            out.assign("following", "tl.minimum(step + 1, steps - 1)", "the last step computes its scores again, for nothing")
+            out.line("mbarrier.wait(q_full.index(following % STAGES), following // STAGES & 1)")
+            for c in site.qk_chunks:
+                out.assign(f"next_q{c.suffix}", tile_view("q_ring", c, "following % STAGES", "BLOCK_M"))
+            _issue_scores(site, out, "next_q")
+        after = 2 * nq if early else nq
+        out.assign(_names("dq", site.qk_chunks), f"warpgroup_mma_wait({after}, [{_names('next_dq', site.qk_chunks)}])",
+                   "dK and the next scores still run" if early else "dK still runs")
+        out.line("tma.store_wait(0)")
+        out.line("barrier()")
+        for c in site.qk_chunks:
+            out.line(f"{tile_view('dq_tile', c, '0', 'BLOCK_M')}.store(dq{c.suffix})")
+        out.line("fence_async_shared()")
+        out.line("barrier()")
+        for c in site.qk_chunks:
+            out.line(f"reduce_add({tiles_name('dQ', c)}, {position(site, 'Q', 'i0', c)}, dq_tile{c.suffix}.index(0))")
+        if early:
+            out.assign(f"{_names('dk', site.qk_chunks)}, qk", f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}, next_qk])")
+        else:
+            out.assign(_names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}])")
+        out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+    out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
+    for name, operand, found, factor in (("dk", "K", site.qk_chunks, scaled(site, QK)[1]), ("dv", "V", site.v_chunks, 1.0 / (1.0 - spec.dropout))):
+        for c in found:
+            value = f"{name}{c.suffix}" if factor == 1.0 else f"({name}{c.suffix} * {factor!r})"
+            out.line(f"{tile_view(f'{operand.lower()}_tile', c, '0', 'BLOCK_N')}.store({value}.to({dtype}))")
+    out.line("fence_async_shared()")
+    out.line("barrier()")
+    for operand, found in (("K", site.qk_chunks), ("V", site.v_chunks)):
+        for c in found:
+            out.line(f"tma.async_copy_shared_to_global({tiles_name('d' + operand, c)}, {position(site, operand, 'j0', c)}, {operand.lower()}_tile{c.suffix}.index(0))")
+    out.line("tma.store_wait(0)")
+    return consumer
+
+
+def _weights(site: Site, body: Body, out: Writer, partial: str) -> bool:
+    """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout.
+
+    Returns whether the sign of slope says what dropout keeps, which takes no registers.
+    """
+    spec, program = site.spec, body.program
+    beyond = [] if site.whole else ["(j < N)[:, None]"]
+    visible = [spec.visible] if spec.is_masked else []
+    wanted = [scaled(site, QK)[0]]
+    program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if site.averages else [])], "")
+    mean_share(site, out)
+    out.assign("p", f"tl.exp2({program.tile(site.raw)} * {site.factor * LOG2E!r} - {body.across('lse2')})")
+    if partial:
+        def hide() -> None:
+            seen = [*beyond, *(program.tile(v) for v in visible)]
+            out.assign("p", f"tl.where({' & '.join(seen)}, p, 0.0)")
+            if site.averages:
+                body.averaged(out, beyond)
+        if partial == "True":
+            hide()
+        else:
+            with program.branch(), out.block(f"if {partial}:"):
+                hide()
+    rest = body.times(wanted[0], "p")
+    out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
+    if spec.dropout:
+        out.assign("keep", f"keep_scores(seed, z, j0, i0, {threshold(spec.dropout)}, BLOCK_N, BLOCK_M, {WARPS}, True, scores)")
+        if rest == "p":
+            out.assign("slope", "tl.where(keep, p, -p)", "its sign says what dropout keeps")
+            out.assign("p", "tl.maximum(slope, 0.0)")
+        else:
+            out.assign("p", "tl.where(keep, p, 0.0)")
+    return bool(spec.dropout) and rest == "p"
+
+
+def finish_kernel(site: Site) -> Kernel:
+    """dQ in q's dtype from its float32 sum."""
+    kernel = Kernel("attention_backward_rows", "dQ from its float32 sum.",
+                    {"Sum": "sum_q", "dQ": "grad_q", "elements": "sum_q.numel()"}, ("BLOCK",), "ROWS")
+    out = kernel.body
+    out.assign("n", "tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)")
+    factor = scaled(site, QK)[1]
+    value = "tl.load(Sum + n, mask=n < elements, other=0.0)"
+    out.line(f"tl.store(dQ + n, ({value}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask=n < elements)")
+    return kernel

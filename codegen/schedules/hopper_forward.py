@@ -1,0 +1,348 @@
+"""FlashAttention-3's forward pass (Shah et al. 2024, algorithms 1 and 2) for Hopper, warp-specialised, in Gluon.
+
+One warp copies tiles of K and V into rings in shared memory (TMA); warpgroups of 64 query rows each consume them. A warpgroup issues
+the product Q K^T of a tile before the product P V of the tile before it, so that the matrix units work while it computes the softmax.
+"""
+from __future__ import annotations
+
+from ...expr import Var
+from ...spec import EmptyRow
+from ..gluon import Partition, WarpSpecialized
+from ..parts import LOG2E, Site, arguments, base, count, decode, head_index, matrix, pieces
+from ..philox import threshold
+from ..program import Program, local
+from ..torch_tiled import MEAN_ROW
+from ..writer import Kernel, Writer
+from .forward import _add_values, heavy_last, is_finite
+from .hopper import ROWS, barriers, block_shape, position, read_by_tma, reserve, segments, tile_view, tiles_name, tma_arguments
+
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+"""Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
+
+
+L2_KIB = 32 * 1024
+"""Keys and values that stay in the L2 cache (60 MB on an H200) while several programs read them."""
+
+
+def is_uneven(site: Site) -> bool:
+    """Do tiles of rows differ in the number of keys that they see? Then a program takes the next tile when it is done with one."""
+    return not site.by_rows.is_total
+
+
+def forward_kernel(site: Site) -> Kernel:
+    """out and log-sum-exp, BLOCK_M = 64 * warpgroups query rows of one batch index at a time."""
+    spec, warpgroups = site.spec, site.warpgroups
+    kernel = WarpSpecialized("attention_forward", "One program for each multiprocessor: takes tiles of query rows, one after the other.",
+                             tma_arguments(site, {"Taken": "taken"}, {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS}),
+                             ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD")
+    out = kernel.body
+    out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
+    if spec.dropout:
+        out.assign("seed", "tl.load(Seed)")
+    reserve(site, out, "q_tile", "Q", warpgroups * site.q_tiles, ROWS)
+    reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
+    reserve(site, out, "v_ring", "V", "STAGES", "BLOCK_N")
+    for c in _own_out(site):
+        out.assign(f"out_tile{c.suffix}", f"gl.allocate_shared_memory({tiles_name('Out', c)}.dtype, [{warpgroups}, {block_shape(site, 'Out', ROWS, c)}], "
+                                          f"{tiles_name('Out', c)}.layout)")
+    if is_uneven(site):
+        out.assign("next_number", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+    barriers(out, site.q_tiles, {"q_full": 2 if is_uneven(site) else 1, "q_empty": warpgroups})
+    barriers(out, "STAGES", {"k_full": 1, "k_empty": warpgroups, "v_full": 1, "v_empty": warpgroups})
+    out.line("fence_async_shared()")
+    locate, returns, partial = _locate(site)
+    call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
+    attend, producer = _attend(site, partial, call), _load_tiles(site, call)
+    registers, few = REGISTERS[warpgroups]
+    kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
+    return kernel
+
+
+def _locate(site: Site) -> tuple[Partition, list[str], str]:
+    """The function that says which tile comes next, the names of what it returns, and the condition of a partial tile of keys."""
+    spec, axes, ends = site.spec, site.spec.axes, site.by_rows
+    function = Partition("locate", "A tile of query rows by number: batch index, first row, and the tiles of keys that its rows see.")
+    out = function.body
+    out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
+    if heavy_last(ends.hi):
+        key = sum(c.width for c in (*site.qk_chunks, *site.v_chunks)) * 2
+        out.assign("all", count(axes))
+        out.assign("groups", f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {key}, 1024), {L2_KIB}))", "of batch indices whose keys and values fit the L2 cache")
+        out.assign("group", "tl.cdiv(all, groups)")
+        out.assign("first", "number // (group * tiles) * group")
+        out.assign("size", "tl.minimum(group, all - first)")
+        out.assign("rest", "number % (group * tiles)")
+        out.assign("z", "first + rest % size")
+        out.assign("i0", "(tiles - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
+    else:
+        out.assign("z", "number // tiles")
+        out.assign("i0", "number % tiles * BLOCK_M")
+    decode(out, axes, "z")
+    if any(Var("i1") in e.leaves for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi)):
+        out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
+    program = Program(spec, out.section(), inner="j")
+    partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.whole, site.can_be_empty)
+    out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
+    extra = [name for name in ("full_start", "full_stop") if name in partial]
+    return function, ["z", *(local(a) for a in axes), "i0", "start", *extra, "count"], partial
+
+
+def _own_out(site: Site) -> list:
+    """Pieces of the output that cannot be staged where q was."""
+    q = {c.suffix: c.width for c in site.qk_chunks}
+    return [c for c in site.v_chunks if q.get(c.suffix) != c.width]
+
+
+def _q_slot(site: Site, turn: str = "turn") -> str:
+    return "0" if site.q_tiles == 1 else f"{turn} % {site.q_tiles}"
+
+
+def _q_phase(site: Site, turn: str = "turn") -> str:
+    return f"{turn} & 1" if site.q_tiles == 1 else f"{turn} // {site.q_tiles} & 1"
+
+
+def _load_tiles(site: Site, locate: str) -> Partition:
+    producer = Partition("load_tiles", "One warp: copies query tiles, and K and V tile by tile, as places in their rings become free.")
+    out, uneven = producer.body, is_uneven(site)
+    width = sum(c.width for c in site.qk_chunks)
+    if uneven:
+        out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+    out.assign("number", "tl.program_id(0)")
+    out.assign("turn", "0")
+    out.assign("tile", "0", "counts tiles of keys over all turns")
+
+    def announce() -> None:
+        out.assign("q_slot", _q_slot(site))
+        out.line(f"mbarrier.wait(q_empty.index(q_slot), {_q_phase(site)} ^ 1)")
+        if uneven:
+            out.line("next_number.index(q_slot).store(gl.full([1], number, gl.int32, lane))")
+            out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
+
+    with out.block("while number < work:"):
+        if uneven:
+            out.assign("following", "tl.num_programs(0) + gl.atomic_add(Taken, 1)", "known by the time it is needed")
+        out.line(locate)
+        announce()
+        out.line(f"mbarrier.expect(q_full.index(q_slot), BLOCK_M * {width * 2})")
+        for n in range(site.warpgroups):
+            into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
+            read_by_tma(site, out, "Q", f"i0 + {n * ROWS}" if n else "i0", ROWS, "q_full.index(q_slot)", "q_tile", into, expect=False)
+        with out.block("for t in tl.range(0, count):"):
+            out.assign("j0", "start + t * BLOCK_N")
+            out.assign("slot", "tile % STAGES")
+            out.assign("phase", "tile // STAGES & 1")
+            for letter, operand in (("k", "K"), ("v", "V")):
+                out.line(f"mbarrier.wait({letter}_empty.index(slot), phase ^ 1)")
+                read_by_tma(site, out, operand, "j0", "BLOCK_N", f"{letter}_full.index(slot)", f"{letter}_ring", "slot")
+            out.assign("tile", "tile + 1")
+        out.assign("number", "following" if uneven else "number + tl.num_programs(0)")
+        out.assign("turn", "turn + 1")
+    if uneven:
+        announce()
+        out.line("mbarrier.arrive(q_full.index(q_slot), count=1)", "no tile is left")
+    return producer
+
+
+def _attend(site: Site, partial: str, locate: str) -> Partition:
+    """A consumer warpgroup."""
+    spec, several = site.spec, site.q_tiles > 1
+    attend = Partition("attend", f"One warpgroup: {ROWS} query rows at a time against every tile of keys that they see.", ("WARPGROUP",))
+    out = attend.body
+    out.line("scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])")
+    for c in site.v_chunks:
+        out.line(f"values{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
+    out.line("rowwise: gl.constexpr = gl.SliceLayout(1, scores)")
+    out.line("keywise: gl.constexpr = gl.SliceLayout(0, scores)")
+    out.assign("cols", "gl.arange(0, BLOCK_N, keywise)")
+    out.assign("zeros", f"gl.zeros([{ROWS}, BLOCK_N], gl.float32, scores)")
+    out.assign("number", "tl.program_id(0)")
+    out.assign("turn", "0")
+    out.assign("tile", "0", "counts tiles of keys over all turns")
+    with out.block("while number < work:"):
+        out.line(locate)
+        out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
+        out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
+        program = Program(spec, out.section(), inner="j")
+        out.assign("q_slot", _q_slot(site))
+        out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
+        out.assign("own", f"q_slot * {site.warpgroups} + WARPGROUP" if several else "WARPGROUP")
+        for c in site.qk_chunks:
+            out.assign(f"q{c.suffix}", tile_view("q_tile", c, "own", ROWS))
+        out.assign("slot", "tile % STAGES")
+        out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
+        _issue_scores(site, out, "slot")
+        out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
+        out.line("mbarrier.arrive(k_empty.index(slot), count=1)")
+        if several:
+            out.line("tma.store_wait(0)", "the output before this one has left the place of its query rows")
+            out.line(f"mbarrier.arrive(q_empty.index({_q_slot(site, '(turn + 1)')}), count=1, pred=turn > 0)")
+        out.assign("j0", "start")
+        _softmax(site, program, out, partial, first=True)
+        _weights(site, out)
+        for c in site.v_chunks:
+            out.assign(f"acc{c.suffix}", f"gl.zeros([{ROWS}, {c.width}], gl.float32, values{c.suffix})")
+        with out.block("for t in tl.range(1, count):"):
+            out.assign("j0", "start + t * BLOCK_N")
+            out.assign("previous", "tile % STAGES")
+            out.assign("previous_phase", "tile // STAGES & 1")
+            out.assign("tile", "tile + 1")
+            out.assign("slot", "tile % STAGES")
+            out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
+            _issue_scores(site, out, "slot")
+            out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
+            _issue_values(site, out, "previous")
+            out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
+            out.line("mbarrier.arrive(k_empty.index(slot), count=1)")
+            _softmax(site, program, out, partial, first=False)
+            _wait_values(site, out)
+            out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
+            for c in site.v_chunks:
+                out.assign(f"acc{c.suffix}", f"acc{c.suffix} * gl.convert_layout(alpha, gl.SliceLayout(1, values{c.suffix}))[:, None]")
+            _weights(site, out)
+        out.assign("previous", "tile % STAGES")
+        out.line("mbarrier.wait(v_full.index(previous), tile // STAGES & 1)")
+        _issue_values(site, out, "previous")
+        _wait_values(site, out)
+        out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
+        out.assign("tile", "tile + 1")
+        _finish(site, out)
+        if not several:
+            out.line("tma.store_wait(0)")
+            out.line("mbarrier.arrive(q_empty.index(0), count=1)")
+        out.assign("turn", "turn + 1")
+        if is_uneven(site):
+            out.assign("q_slot", _q_slot(site))
+            out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
+            out.assign("number", "gl.max(next_number.index(q_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)")
+        else:
+            out.assign("number", "number + tl.num_programs(0)")
+    out.line("tma.store_wait(0)")
+    return attend
+
+
+def _issue_scores(site: Site, out: Writer, slot: str) -> None:
+    for n, c in enumerate(site.qk_chunks):
+        start = "next_qk, is_async=True" if n else "zeros, use_acc=False, is_async=True"
+        out.assign(f"k{c.suffix}", tile_view("k_ring", c, slot, "BLOCK_N"))
+        out.assign("next_qk", f"warpgroup_mma(q{c.suffix}, k{c.suffix}.permute((1, 0)), {start})")
+
+
+def _issue_values(site: Site, out: Writer, slot: str) -> None:
+    for c in site.v_chunks:
+        out.assign(f"v{c.suffix}", tile_view("v_ring", c, slot, "BLOCK_N"))
+        out.assign(f"next_acc{c.suffix}", f"warpgroup_mma(weights{c.suffix}, v{c.suffix}, acc{c.suffix}, is_async=True)")
+
+
+def _wait_values(site: Site, out: Writer) -> None:
+    names = [c.suffix for c in site.v_chunks]
+    out.assign(", ".join(f"acc{n}" for n in names), f"warpgroup_mma_wait(0, [{', '.join(f'next_acc{n}' for n in names)}])")
+
+
+def _softmax(site: Site, program: Program, out: Writer, partial: str, first: bool) -> None:
+    """From the products qk: score, mask, running maximum and sum; weights p before dropout."""
+    spec = site.spec
+    c2 = site.factor * LOG2E
+    beyond = bool(partial) and not site.whole
+    visible = spec.visible if spec.is_masked else None
+    program.enter(out, [site.raw, *([visible] if visible is not None and partial else [])], () if beyond else "j")
+    if partial or Var("j") in site.raw.leaves:
+        out.assign("j", "j0 + cols")
+    raw = program.tile(site.raw)
+    out.assign("raw", raw)
+    if partial:
+        def hide() -> None:
+            seen = [*(["(j < N)[None, :]"] if beyond else []), *([program.tile(visible)] if visible is not None else [])]
+            out.assign("raw", f'tl.where({" & ".join(seen)}, raw, float("-inf"))')
+        if first or partial == "True":
+            hide()
+        else:
+            with program.branch(), out.block(f"if {partial}:"):
+                hide()
+    m_new = "tl.max(raw, 1)" if first else "tl.maximum(m, tl.max(raw, 1))"
+    out.assign("m_new", m_new)
+    if partial or not is_finite(site.raw):
+        out.assign("anchor", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "rows that have seen no key yet: keep exp2(-inf - 0) = 0")
+    else:
+        out.assign("anchor", "m_new")
+    out.assign("p", f"tl.exp2(raw * {c2!r} - (anchor * {c2!r})[:, None])")
+    if first:
+        out.assign("l", "tl.sum(p, 1)")
+    else:
+        out.assign("alpha", f"tl.exp2((m - anchor) * {c2!r})")
+        out.assign("l", "l * alpha + tl.sum(p, 1)")
+    out.assign("m", "m_new")
+
+
+def _weights(site: Site, out: Writer) -> None:
+    """p as the left operand of P V, in registers."""
+    if site.spec.dropout:
+        out.assign("keep", f"keep_scores(seed, z, i0, j0, {threshold(site.spec.dropout)}, {ROWS}, BLOCK_N, 4, False, scores)")
+        out.assign("p", "tl.where(keep, p, 0.0)", "the sum l is of the weights before dropout")
+    for c in site.v_chunks:
+        out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({tiles_name('V', c)}.dtype), gl.DotOperandLayout(0, values{c.suffix}, 2))")
+
+
+def _finish(site: Site, out: Writer) -> None:
+    spec = site.spec
+    scale = f"{1.0 / (1.0 - spec.dropout)!r}"
+    if site.can_be_empty and spec.empty_row is not EmptyRow.NAN:
+        out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
+    else:
+        out.assign("scale", f"{scale} / l")
+    out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * M + i, m * {site.factor!r} + tl.log(l), mask=i < M)")
+    own = [c.suffix for c in _own_out(site)]
+    place = lambda c: ("out_tile", "WARPGROUP") if c.suffix in own else ("q_tile", "own")
+    for c in site.v_chunks:
+        tile, index = place(c)
+        out.assign(f"acc{c.suffix}", f"acc{c.suffix} * gl.convert_layout(scale, gl.SliceLayout(1, values{c.suffix}))[:, None]")
+        out.line(f"{tile_view(tile, c, index, ROWS)}.store(acc{c.suffix}.to({tiles_name('Out', c)}.dtype))")
+    out.line("fence_async_shared()")
+    out.line("barrier()")
+    for c in site.v_chunks:
+        tile, index = place(c)
+        out.line(f"tma.async_copy_shared_to_global({tiles_name('Out', c)}, {position(site, 'Out', 'i0', c)}, {tile}{c.suffix}.index({index}))")
+
+
+def empty_rows_kernel(site: Site) -> Kernel:
+    """After the forward kernel: rows that see no key get the mean of v over the keys of `empty_over`, and their mark in the log-sum-exp.
+
+    Which rows they are is known only when all keys were read, too late for the warp that copies tiles; few programs find one.
+    """
+    spec = site.spec
+    kernel = Kernel("attention_empty_rows", "One program: those of the rows i0 <= i < i0 + BLOCK_M that see no key average v.",
+                    arguments(site, {}), ("BLOCK_M", "BLOCK_N"), "EMPTY_ROWS")
+    out = kernel.body
+    out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
+    out.assign("z", "tl.program_id(0) // tiles")
+    decode(out, spec.axes, "z")
+    out.assign("i0", "tl.program_id(0) % tiles * BLOCK_M")
+    out.assign("rows", "tl.arange(0, BLOCK_M)")
+    out.assign("cols", "tl.arange(0, BLOCK_N)")
+    out.assign("i", "i0 + rows")
+    out.assign("lse", "tl.load(Lse + tl.cast(z, tl.int64) * M + i, mask=i < M, other=0.0)")
+    out.assign("empty", 'lse == float("-inf")')
+    with out.block("if tl.max(empty.to(tl.int32)) > 0:"):
+        head_index(site, out, "e")
+        if spec.dropout:
+            out.assign("seed", "tl.load(Seed)")
+        matrix(site, out, "V")
+        program = Program(spec, out.section(), inner="j")
+        out.assign("l", "tl.zeros([BLOCK_M], tl.float32)")
+        for c in site.v_chunks:
+            out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)")
+        with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
+            out.assign("j", "j0 + cols")
+            program.enter(out, [spec.empty_over])
+            over = program.tile(spec.empty_over)
+            conditions = ["empty[:, None]", "(j < N)[None, :]", *([over] if over != "True" else [])]
+            out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(conditions)}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
+            out.assign("l", "l + tl.sum(p, 1)")
+            _add_values(site, out, "(j < N)[:, None]", "")
+        out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * M + i, l * {MEAN_ROW!r}, mask=empty)", "marks the row and holds the number of keys averaged")
+        out.assign("scale", f"{1.0 / (1.0 - spec.dropout)!r} / l")
+        out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
+        for c, index, check in pieces(site, "Out"):
+            mask = " & ".join(["empty[:, None]", *([check] if check else [])])
+            offsets = f"rows[:, None] * stride_o_m + {index}[None, :] * stride_o_d"
+            out.line(f"tl.store(out_tile + {offsets}, (acc{c.suffix} * scale[:, None]).to(Out.dtype.element_ty), mask={mask})")
+    return kernel
