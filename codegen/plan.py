@@ -287,14 +287,14 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> Plan | None:
+def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool) -> Plan | None:
     """The Hopper schedule's tiles, or None if they do not fit."""
-    given, heavy = kernel in OVERRIDE, hopper.is_heavy(spec)
-    for m, n, warps, stages in [OVERRIDE[kernel]] if given else hopper.ladder(kernel, problem, hopper.is_simple(spec)):
+    given, heavy = kernel in OVERRIDE, hopper.is_heavy(spec, kernel)
+    for m, n, warps, stages in [OVERRIDE[kernel]] if given else hopper.ladder(kernel, problem, hopper.is_simple(spec), listed):
         shared, registers = hopper.shared_bytes(kernel, problem, m, n, stages), hopper.registers_per_thread(kernel, problem, m, n, heavy)
         if given or shared <= gpu.shared_per_block and registers <= hopper.register_limit(kernel, m):
             reason = "tiles given by the caller" if given else f"{shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, about {registers:.0f} registers"
-            return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason)
+            return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason, listed=listed)
     return None
 
 
@@ -313,7 +313,7 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     listed = pays(spec, problem) if listed is None else listed
     why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs)
     if why is None:
-        found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu)
+        found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu, listed)
         if found is not None:
             return found
         why = "no tile fits its registers and shared memory"

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from ...expr import QK, Call, Const, Var, walk
 from ...region import Problem
-from ...spec import AttentionSpec
-from ..parts import Chunk, Site, arguments, chunks, operand_axes, peel, pieces, tiles_name
+from ...spec import BLOCK, AttentionSpec
+from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, peel, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..writer import Writer
@@ -29,8 +29,6 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
         return f"its matrix units take q, k and v of one 16-bit type, not {problem.dtype} and {problem.v_dtype}"
     if not describable or len(spec.axes) > 3:
         return "the tensor memory accelerator cannot index these operands"
-    if listed:
-        return "its loops do not follow a list of tiles made at run time"
     if problem.D % 8 or problem.Dv % 8:
         return f"rows of {problem.D} and {problem.Dv} elements are not aligned to 16 bytes"
     if max(problem.D, problem.Dv) > WIDEST[direction]:
@@ -46,6 +44,8 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
     if spec.k != spec.v or not spec.k <= spec.q:
         return "k and v vary along different batch axes"
     ends = bounds(spec.visible, "i")
+    if listed and not set(spec.mask().axes) <= spec.k:
+        return "the queries that share a key see it from different rows"
     if {a for a in spec.axes if a not in spec.k} & frozenset().union(*(e.variables for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi))):
         return "the queries that share a key see it from different rows"
     return None
@@ -149,18 +149,46 @@ def segments(found: Bounds, program: Program, out: Writer, x: str, block: str, s
     return " | ".join(conditions) if found.has_full else "True"
 
 
+def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
+    """`segments` for a mask with a run-time summary (`flashfx.codegen.blocks`): assign the list `blocks`, count and partial_tiles; those
+    cut by the mask come first. override: a condition under which every tile is visited."""
+    own, lists, length, size, block = ("i", "RowBlocks", "M", "N", "BLOCK_N") if x == "j" else ("j", "KeyBlocks", "N", "M", "BLOCK_M")
+    axes = site.spec.mask().axes
+    row = f"({flatten(axes)}) * tl.cdiv({length}, {BLOCK}) + {own}0 // {BLOCK}" if axes else f"{own}0 // {BLOCK}"
+    out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * (tl.cdiv({size}, {BLOCK}) + 2)", "numbers of blocks cut by the mask and fully visible, then the blocks")
+    out.assign("partial_tiles", f"tl.load(blocks) * ({BLOCK} // {block})")
+    out.assign("count", f"partial_tiles + tl.load(blocks + 1) * ({BLOCK} // {block})")
+    out.assign("partial_tiles", "tl.where(count == 0, 1, partial_tiles)")
+    out.assign("count", "tl.maximum(count, 1)", "at least one tile, if a hidden one")
+    if override:
+        out.assign("count", f"tl.where({override}, tl.cdiv({size}, {block}), count)", "a row that averages v reads every tile")
+        out.assign("partial_tiles", f"tl.where({override}, count, partial_tiles)")
+    return "t < partial_tiles"
+
+
+def tile_start(site: Site, x: str, t: str, override: str = "") -> str:
+    """Where tile number t begins."""
+    block = "BLOCK_N" if x == "j" else "BLOCK_M"
+    if not site.listed:
+        return f"start + {t} * {block}"
+    split = f"({BLOCK} // {block})"
+    start = f"tl.load(blocks + 2 + {t} // {split}) * {BLOCK} + {t} % {split} * {block}"
+    return f"tl.where({override}, {t} * {block}, {start})" if override else start
+
+
 # -------------------------------------------------------------------------------------------------------------- tiles
 
 def padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def ladder(kernel: str, problem: Problem, simple: bool) -> list[tuple[int, int, int, int]]:
-    """(BLOCK_M, BLOCK_N, warps, stages) to try, best first, as measured on an H200. simple: three warpgroups have registers enough."""
+def ladder(kernel: str, problem: Problem, simple: bool, listed: bool) -> list[tuple[int, int, int, int]]:
+    """(BLOCK_M, BLOCK_N, warps, stages) to try, best first, as measured on an H200. simple: three warpgroups have registers enough. listed: tiles of rows
+    are blocks of the mask's summary."""
     if kernel == "keys":
         return [(64, 128, 8, 2), (64, 128, 8, 1)]
     wide = [(128, n, 8, stages) for n in (128, 64, 32) for stages in (2, 3)]
-    return [(192, 128, 12, 3), *wide] if simple and max(problem.D, problem.Dv) <= 64 else wide
+    return [(192, 128, 12, 3), *wide] if simple and not listed and max(problem.D, problem.Dv) <= 64 else wide
 
 
 def is_simple(spec: AttentionSpec) -> bool:
@@ -169,12 +197,12 @@ def is_simple(spec: AttentionSpec) -> bool:
     return peel(spec.score)[0] == QK and not spec.dropout and not spec.visible.loads and not divides
 
 
-def is_heavy(spec: AttentionSpec) -> bool:
+def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
     """Does a score need registers of its own: dropout's random words, functions, addresses of loads by row and key, a mask that loads by row?"""
     raw = peel(spec.score)[0]
     functions = any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(raw))
     loads = any({"i", "j"} <= load.variables for load in spec.loads) or any("i" in load.variables for load in spec.visible.loads)
-    return bool(spec.dropout) or functions or loads
+    return functions or loads or kernel == "forward" and spec.dropout > 0
 
 
 def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: bool) -> float:

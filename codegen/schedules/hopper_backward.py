@@ -8,13 +8,14 @@ of a step: the assembler would serialise those that are.
 from __future__ import annotations
 
 from ...expr import QK, Var
+from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
 from ..parts import LOG2E, Site, count, decode, flatten, tiles_name
 from ..philox import threshold
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, mean_share, padded_rows, scaled
-from .hopper import barriers, block_shape, position, read_by_tma, reserve, segments, tile_view, tma_arguments
+from .hopper import barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tma_arguments
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
@@ -41,12 +42,16 @@ def keys_kernel(site: Site) -> Kernel:
     program = Program(spec, out.section(), inner="i")
     if site.averages:
         out.assign("average", "tl.load(Averaging + y)")
-    partial = segments(site.by_keys, program, out, "i", "BLOCK_M", "M", True, True, "average != 0" if site.averages else "")
+    override = "average != 0" if site.averages else ""
+    if site.listed:
+        partial = listed_tiles(site, out, "i", override)
+    else:
+        partial = segments(site.by_keys, program, out, "i", "BLOCK_M", "M", True, True, override)
+        out.assign("count", "tl.cdiv(stop - start, BLOCK_M)")
     if partial not in ("", "True") and not site.whole:
         partial = f"{partial} | (j0 + BLOCK_N > N)"
     elif not partial and not site.whole:
         partial = "j0 + BLOCK_N > N"
-    out.assign("count", "tl.cdiv(stop - start, BLOCK_M)")
     out.assign("steps", f"count * {count(others)}" if others else "count", "the queries that share these keys, one after the other" if others else "")
     if not others:
         out.assign("z", "y")
@@ -76,9 +81,10 @@ def _step(site: Site, out: Writer, others) -> None:
         out.assign("g", "step // count")
         decode(out, others, "g")
         out.assign("z", flatten(site.spec.axes))
-        out.assign("i0", "start + step % count * BLOCK_M")
+        out.assign("t", "step % count")
     else:
-        out.assign("i0", "start + step * BLOCK_M")
+        out.assign("t", "step")
+    out.assign("i0", tile_start(site, "i", "t", "average != 0" if site.averages else ""))
     out.assign("slot", "step % STAGES")
     out.assign("phase", "step // STAGES & 1")
 
@@ -240,13 +246,17 @@ def _weights(site: Site, body: Body, out: Writer, partial: str) -> bool:
     visible = [spec.visible] if spec.is_masked else []
     wanted = [scaled(site, QK)[0]]
     program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if site.averages else [])], "")
-    mean_share(site, out)
+    late = spec.empty_row is EmptyRow.MEAN_ADD  # else dS needs `mean` too
+    if not late:
+        mean_share(site, out)
     out.assign("p", f"tl.exp2({program.tile(site.raw)} * {site.factor * LOG2E!r} - {body.across('lse2')})")
     if partial:
         def hide() -> None:
             seen = [*beyond, *(program.tile(v) for v in visible)]
             out.assign("p", f"tl.where({' & '.join(seen)}, p, 0.0)")
             if site.averages:
+                if late:
+                    mean_share(site, out)
                 body.averaged(out, beyond)
         if partial == "True":
             hide()

@@ -14,7 +14,7 @@ from ..program import Program, local
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
 from .forward import _add_values, heavy_last, is_finite
-from .hopper import ROWS, barriers, block_shape, position, read_by_tma, reserve, segments, tile_view, tiles_name, tma_arguments
+from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
@@ -26,7 +26,7 @@ L2_KIB = 32 * 1024
 
 def is_uneven(site: Site) -> bool:
     """Do tiles of rows differ in the number of keys that they see? Then a program takes the next tile when it is done with one."""
-    return not site.by_rows.is_total
+    return site.listed or not site.by_rows.is_total
 
 
 def forward_kernel(site: Site) -> Kernel:
@@ -81,6 +81,8 @@ def _locate(site: Site) -> tuple[Partition, list[str], str]:
     if any(Var("i1") in e.leaves for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi)):
         out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
     program = Program(spec, out.section(), inner="j")
+    if site.listed:
+        return function, ["z", *(local(a) for a in axes), "i0", "blocks", "partial_tiles", "count"], listed_tiles(site, out, "j")
     partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.whole, site.can_be_empty)
     out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
     extra = [name for name in ("full_start", "full_stop") if name in partial]
@@ -128,7 +130,7 @@ def _load_tiles(site: Site, locate: str) -> Partition:
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
             read_by_tma(site, out, "Q", f"i0 + {n * ROWS}" if n else "i0", ROWS, "q_full.index(q_slot)", "q_tile", into, expect=False)
         with out.block("for t in tl.range(0, count):"):
-            out.assign("j0", "start + t * BLOCK_N")
+            out.assign("j0", tile_start(site, "j", "t"))
             out.assign("slot", "tile % STAGES")
             out.assign("phase", "tile // STAGES & 1")
             for letter, operand in (("k", "K"), ("v", "V")):
@@ -176,13 +178,13 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
         if several:
             out.line("tma.store_wait(0)", "the output before this one has left the place of its query rows")
             out.line(f"mbarrier.arrive(q_empty.index({_q_slot(site, '(turn + 1)')}), count=1, pred=turn > 0)")
-        out.assign("j0", "start")
+        out.assign("j0", "start" if not site.listed else tile_start(site, "j", "0"))
         _softmax(site, program, out, partial, first=True)
         _weights(site, out)
         for c in site.v_chunks:
             out.assign(f"acc{c.suffix}", f"gl.zeros([{ROWS}, {c.width}], gl.float32, values{c.suffix})")
         with out.block("for t in tl.range(1, count):"):
-            out.assign("j0", "start + t * BLOCK_N")
+            out.assign("j0", tile_start(site, "j", "t"))
             out.assign("previous", "tile % STAGES")
             out.assign("previous_phase", "tile // STAGES & 1")
             out.assign("tile", "tile + 1")
