@@ -58,7 +58,7 @@ class Plan:
     @property
     def options(self) -> dict[str, int]:
         if self.schedule == "hopper":
-            return hopper.options(self.kernel, self.BLOCK_M, self.BLOCK_N, self.num_stages)
+            return hopper.options(self.kernel, self.BLOCK_M, self.BLOCK_N, self.num_warps, self.num_stages)
         return {"BLOCK_M": self.BLOCK_M, "BLOCK_N": self.BLOCK_N, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def __str__(self) -> str:

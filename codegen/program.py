@@ -20,7 +20,7 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
     row_scale slope first last work turns number following own q_slot next_number Taken lane all groups group size
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
-    delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full do_empty next_qk next_acc next_dp
+    delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full do_empty key0 blocks partial_tiles average next_qk next_acc next_dp
     next_dv next_dk next_dq""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
@@ -77,15 +77,17 @@ class Program:
     inner    the loop's index, "i" or "j"; "" if there is no loop and both are fixed
     columns  the index that runs along the tile's second dimension
     varying  batch axes that change inside the loop; what depends on them is not hoisted
+    beside   another program of the same kernel: their names differ
     """
 
-    def __init__(self, spec: AttentionSpec, outer: Writer, inner: str, columns: str = "j", varying: Iterable[str] = ()):
+    def __init__(self, spec: AttentionSpec, outer: Writer, inner: str, columns: str = "j", varying: Iterable[str] = (),
+                 beside: Program | None = None):
         self.spec, self.inner, self.columns, self.varying = spec, inner, columns, frozenset(varying)
         self.outer = Scope(outer, {})
         self.body: Scope | None = None
         self.certain: frozenset[str] = frozenset()
         self.uses: Counter = Counter()
-        self._serial: Counter = Counter()
+        self._serial: Counter = Counter() if beside is None else beside._serial
 
     def enter(self, out: Writer, roots: Iterable[Expr], certain: Iterable[str] = ()) -> None:
         """Begin a loop body that will write `roots`; `certain` are the indices that need no bounds check in it."""

@@ -37,18 +37,19 @@ def blocks_kernel(mask: AttentionSpec) -> Kernel:
     out.assign("j", "j0 + tl.arange(0, BLOCK)")
     out.assign("some", "tl.program_id(0) * 0")
     out.assign("every", "some + 1")
-    possible = _possible(mask, out)
+    scalars = Program(mask, out, inner="i", columns="j")
+    possible = _possible(mask, scalars, out)
     if possible:
         with out.block(f"if {' & '.join(possible)}:", "else nothing is visible"):
-            _evaluate(mask, out)
+            _evaluate(mask, scalars, out)
     else:
-        _evaluate(mask, out)
+        _evaluate(mask, scalars, out)
     out.line("tl.store(Kinds + tl.program_id(0), some + some * every * (j0 + BLOCK <= N).to(tl.int32))", "blocks that reach beyond the last key are partial")
     return kernel
 
 
-def _evaluate(mask: AttentionSpec, out: Writer) -> None:
-    program = Program(mask, out.section(), inner="i", columns="j")
+def _evaluate(mask: AttentionSpec, scalars: Program, out: Writer) -> None:
+    program = Program(mask, out.section(), inner="i", columns="j", beside=scalars)
     with out.block("for row in tl.range(first, last, ROWS):"):
         out.assign("i", "row + tl.arange(0, ROWS)")
         program.enter(out, [mask.visible])
@@ -58,14 +59,13 @@ def _evaluate(mask: AttentionSpec, out: Writer) -> None:
         out.assign("every", "tl.minimum(every, tl.min(tl.min((visible | (inside == 0)).to(tl.int32), 1), 0))")
 
 
-def _possible(mask: AttentionSpec, out: Writer) -> list[str]:
+def _possible(mask: AttentionSpec, scalars: Program, out: Writer) -> list[str]:
     """Scalar conditions without which the block is empty."""
     found = bounds(mask.visible, "j")
     edges = [e for e in (found.lo, found.hi) if e.variables and e != Var("N")]
     if any(x in e.leaves for e in edges for x in (Var("i0"), Var("i1"))):
         out.assign("i0", "first")
         out.assign("i1", "last - 1")
-    scalars = Program(mask, out, inner="i", columns="j")
     conditions = [f"(j0 + BLOCK > {scalars.value(found.lo)})" if e is found.lo else f"(j0 < {scalars.value(found.hi)})" for e in edges]
     pairs = [p for p in map(_separable, conjuncts(mask.visible)) if p is not None]
     if pairs:  # the last query or key repeats beyond the end, which no interval sees

@@ -186,7 +186,7 @@ def ladder(kernel: str, problem: Problem, simple: bool, listed: bool) -> list[tu
     """(BLOCK_M, BLOCK_N, warps, stages) to try, best first, as measured on an H200. simple: three warpgroups have registers enough. listed: tiles of rows
     are blocks of the mask's summary."""
     if kernel == "keys":
-        return [(64, 128, 8, 2), (64, 128, 8, 1)]
+        return [(64, 128, 12, 2)] if max(padded(problem.D), padded(problem.Dv)) <= 64 else [(64, 128, 8, 2), (64, 128, 8, 1)]
     wide = [(128, n, 8, stages) for n in (128, 64, 32) for stages in (2, 3)]
     return [(192, 128, 12, 3), *wide] if simple and not listed and max(problem.D, problem.Dv) <= 64 else wide
 
@@ -235,12 +235,13 @@ def shared_bytes(kernel: str, problem: Problem, m: int, n: int, stages: int) -> 
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
         return _forward_bytes(problem, m, n, stages) + 2 * m * d * (q_tiles(problem, m, n, stages) - 1)
-    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n + 8 * stages * m + 2048
+    copies = stages if max(d, dv) <= 64 else 1  # of dS
+    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + 8 * stages * m + 2048
 
 
-def options(kernel: str, m: int, n: int, stages: int) -> dict[str, int]:
+def options(kernel: str, m: int, n: int, warps: int, stages: int) -> dict[str, int]:
     """Compile-time constants and launch options. The first partition runs on `num_warps` warps; `maxnreg` is what a thread has before
     partitions trade registers: 64K over the warps of all partitions, rounded up to warpgroups."""
-    warps = 4 if kernel == "forward" else 8
-    total = m // ROWS * 4 + 4 if kernel == "forward" else 12
-    return {"BLOCK_M": m, "BLOCK_N": n, "STAGES": stages, "num_warps": warps, "maxnreg": 65536 // (32 * total) // 8 * 8}
+    total = m // ROWS * 4 + 4 if kernel == "forward" else 4 + warps
+    first = 8 if kernel == "keys" and warps == 8 else 4
+    return {"BLOCK_M": m, "BLOCK_N": n, "STAGES": stages, "num_warps": first, "maxnreg": 65536 // (32 * total) // 8 * 8}

@@ -20,6 +20,8 @@ from .hopper import barriers, block_shape, listed_tiles, position, read_by_tma, 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS, PRODUCER_REGISTERS = 240, 24
+HALF, SPLIT_REGISTERS = 64, (192, 96)
+"""Keys of each of two warpgroups where a third computes dQ; registers of a thread of the former and of the latter."""
 
 
 def keys_kernel(site: Site) -> Kernel:
@@ -27,7 +29,8 @@ def keys_kernel(site: Site) -> Kernel:
     spec = site.spec
     mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
     results = {"dK": "grad_k", "dV": "grad_v", "dQ": "sum_q"}
-    rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": "BLOCK_N", "V": "BLOCK_N", "dK": "BLOCK_N", "dV": "BLOCK_N", "dQ": "BLOCK_M"}
+    halves, keys = (2, HALF) if is_split(site) else (1, "BLOCK_N")
+    rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys, "dQ": "BLOCK_M"}
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"One program: gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ.",
                              tma_arguments(site, results, rows), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
@@ -59,19 +62,26 @@ def keys_kernel(site: Site) -> Kernel:
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
     reserve(site, out, "do_ring", "dO", "STAGES", "BLOCK_M")
-    reserve(site, out, "k_tile", "K", 1, "BLOCK_N")
-    reserve(site, out, "v_tile", "V", 1, "BLOCK_N")
+    reserve(site, out, "k_tile", "K", halves, keys)
+    reserve(site, out, "v_tile", "V", halves, keys)
     for c in site.qk_chunks:
         tile = tiles_name("dQ", c)
         out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [1, {block_shape(site, 'Q', 'BLOCK_M', c)}], {tile}.layout)")
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
-    out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], {dtype}))")
+    layout = f"gl.NVMMASharedLayout.get_default_for([{keys}, BLOCK_M], {dtype})"
+    out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{f'STAGES * 2, {keys}' if is_split(site) else keys}, BLOCK_M], {layout})")
     for name in ("lse2_ring", "delta_ring"):
         out.assign(name, "gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     barriers(out, 1, {"kv_full": 1})
-    barriers(out, "STAGES", {"q_full": 2, "q_empty": 1, "do_full": 1, "do_empty": 1})
+    ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
+    barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
-    kernel.start([(_accumulate(site, partial, others), [], WARPS, REGISTERS), (_load_tiles(site, others), [], 1, PRODUCER_REGISTERS)])
+    producer = (_load_tiles(site, others), [], 1, PRODUCER_REGISTERS)
+    if is_split(site):
+        half, own, few = _accumulate_half(site, partial, others), *SPLIT_REGISTERS
+        kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (_sum_dq(site, others), [], 4, few), producer])
+    else:
+        kernel.start([(_accumulate(site, partial, others), [], WARPS, REGISTERS), producer])
     return kernel
 
 
@@ -94,8 +104,9 @@ def _load_tiles(site: Site, others) -> Partition:
     out = producer.body
     wide = sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
     out.line(f"mbarrier.expect(kv_full.index(0), BLOCK_N * {wide * 2})")
-    read_by_tma(site, out, "K", "j0", "BLOCK_N", "kv_full.index(0)", "k_tile", "0", expect=False)
-    read_by_tma(site, out, "V", "j0", "BLOCK_N", "kv_full.index(0)", "v_tile", "0", expect=False)
+    for n in range(2 if is_split(site) else 1):
+        for operand in ("K", "V"):
+            read_by_tma(site, out, operand, f"j0 + {n * HALF}" if n else "j0", "BLOCK_N", "kv_full.index(0)", f"{operand.lower()}_tile", str(n), expect=False)
     out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
     with out.block("for step in tl.range(0, steps):"):
         _step(site, out, others)
@@ -126,9 +137,21 @@ def _issue_scores(site: Site, out: Writer, q: str) -> None:
     _chain(out, "next_qk", site.qk_chunks, lambda c: f"k{c.suffix}", lambda c: f"{q}{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
 
 
-def prefetches(site: Site) -> bool:
-    """Issue Q K^T of the next rows before dQ is stored? Its accumulator must fit beside those of dQ, dK and dV."""
+def is_split(site: Site) -> bool:
+    """Three warpgroups: two with half of the keys each, which drift apart so that one multiplies while the other takes exponentials, and one
+    for dQ. Only heads up to 64 leave it the registers."""
     return max(site.D, site.Dv) <= 64
+
+
+def _add_dq(site: Site, out: Writer) -> None:
+    out.line("tma.store_wait(0)", "dQ of the step before has left its place")
+    out.line("barrier()")
+    for c in site.qk_chunks:
+        out.line(f"{tile_view('dq_tile', c, '0', 'BLOCK_M')}.store(dq{c.suffix})")
+    out.line("fence_async_shared()")
+    out.line("barrier()")
+    for c in site.qk_chunks:
+        out.line(f"reduce_add({tiles_name('dQ', c)}, {position(site, 'Q', 'i0', c)}, dq_tile{c.suffix}.index(0))")
 
 
 def _accumulate(site: Site, partial: str, others) -> Partition:
@@ -144,7 +167,8 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, {WARPS // 4}], [16, {c.width // (WARPS // 4)}, 16])")
     out.line("keywise: gl.constexpr = gl.SliceLayout(1, scores)")
     out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
-    out.assign("j", "j0 + gl.arange(0, BLOCK_N, keywise)")
+    out.assign("key0", "j0")
+    out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
     out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
     program = Program(spec, out.section(), inner="i", columns="i", varying=others)
     body = Body(site, program, transposed=True)
@@ -155,14 +179,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
     for c in site.v_chunks:
         out.assign(f"v{c.suffix}", tile_view("v_tile", c, "0", "BLOCK_N"))
         out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
-    early = prefetches(site)
     out.line("mbarrier.wait(kv_full.index(0), 0)")
-    if early:
-        out.line("mbarrier.wait(q_full.index(0), 0)")
-        for c in site.qk_chunks:
-            out.assign(f"next_q{c.suffix}", tile_view("q_ring", c, "0", "BLOCK_M"))
-        _issue_scores(site, out, "next_q")
-        out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
     with out.block("for step in tl.range(0, steps):"):
         _step(site, out, others)
         out.assign("i", "i0 + rows")
@@ -170,25 +187,18 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
             out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
         for c in site.v_chunks:
             out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
-        if not early:
-            out.line("mbarrier.wait(q_full.index(slot), phase)")
-            _issue_scores(site, out, "q")
+        out.line("mbarrier.wait(q_full.index(slot), phase)")
+        _issue_scores(site, out, "q")
         out.line("mbarrier.wait(do_full.index(slot), phase)")
         _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
-        if not early:
-            out.assign("qk", f"warpgroup_mma_wait({nv}, [next_qk])", "dP still runs")
+        out.assign("qk", f"warpgroup_mma_wait({nv}, [next_qk])", "dP still runs")
         out.assign("lse2", "lse2_ring.index(slot).load(rowwise)")
         signed = _weights(site, body, out, partial)
         for c in site.v_chunks:
             out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
             out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
         out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-        out.assign("delta", "delta_ring.index(slot).load(rowwise)")
-        if spec.dropout:
-            out.assign("dp", f"tl.where({'slope > 0.0' if signed else 'keep'}, dp * {1.0 / (1.0 - spec.dropout)!r}, 0.0)")
-        out.assign("ds", f"{'tl.abs(slope)' if signed else 'slope'} * (dp - delta[None, :])")
-        body.replaced(out)
-        out.assign("ds", f"ds.to({dtype})")
+        _score_gradient(site, body, out, signed)
         out.line("ds_tile.store(ds)")
         out.line("fence_async_shared()")
         out.line("barrier()")
@@ -200,43 +210,44 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         for c in site.qk_chunks:
             out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                              f"dk{c.suffix}, is_async=True)")
-        if early:
-            out.assign("following", "tl.minimum(step + 1, steps - 1)", "the last step computes its scores again, for nothing")
-            out.line("mbarrier.wait(q_full.index(following % STAGES), following // STAGES & 1)")
-            for c in site.qk_chunks:
-                out.assign(f"next_q{c.suffix}", tile_view("q_ring", c, "following % STAGES", "BLOCK_M"))
-            _issue_scores(site, out, "next_q")
-        after = 2 * nq if early else nq
-        out.assign(_names("dq", site.qk_chunks), f"warpgroup_mma_wait({after}, [{_names('next_dq', site.qk_chunks)}])",
-                   "dK and the next scores still run" if early else "dK still runs")
-        out.line("tma.store_wait(0)")
-        out.line("barrier()")
-        for c in site.qk_chunks:
-            out.line(f"{tile_view('dq_tile', c, '0', 'BLOCK_M')}.store(dq{c.suffix})")
-        out.line("fence_async_shared()")
-        out.line("barrier()")
-        for c in site.qk_chunks:
-            out.line(f"reduce_add({tiles_name('dQ', c)}, {position(site, 'Q', 'i0', c)}, dq_tile{c.suffix}.index(0))")
-        if early:
-            out.assign(f"{_names('dk', site.qk_chunks)}, qk", f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}, next_qk])")
-        else:
-            out.assign(_names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}])")
+        out.assign(_names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dq', site.qk_chunks)}])", "dK still runs")
+        _add_dq(site, out)
+        out.assign(_names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}])")
         out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
     out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
-    for name, operand, found, factor in (("dk", "K", site.qk_chunks, scaled(site, QK)[1]), ("dv", "V", site.v_chunks, 1.0 / (1.0 - spec.dropout))):
-        for c in found:
-            value = f"{name}{c.suffix}" if factor == 1.0 else f"({name}{c.suffix} * {factor!r})"
-            out.line(f"{tile_view(f'{operand.lower()}_tile', c, '0', 'BLOCK_N')}.store({value}.to({dtype}))")
-    out.line("fence_async_shared()")
-    out.line("barrier()")
-    for operand, found in (("K", site.qk_chunks), ("V", site.v_chunks)):
-        for c in found:
-            out.line(f"tma.async_copy_shared_to_global({tiles_name('d' + operand, c)}, {position(site, operand, 'j0', c)}, {operand.lower()}_tile{c.suffix}.index(0))")
-    out.line("tma.store_wait(0)")
+    _store(site, out, "j0", "0", "BLOCK_N")
     return consumer
 
 
-def _weights(site: Site, body: Body, out: Writer, partial: str) -> bool:
+def _score_gradient(site: Site, body: Body, out: Writer, signed: bool) -> None:
+    """ds, the gradient of the products qk, from dP; signed: the sign of slope says what dropout keeps."""
+    spec = site.spec
+    out.assign("delta", "delta_ring.index(slot).load(rowwise)")
+    if spec.dropout:
+        out.assign("dp", f"tl.where({'slope > 0.0' if signed else 'keep'}, dp * {1.0 / (1.0 - spec.dropout)!r}, 0.0)")
+    out.assign("ds", f"{'tl.abs(slope)' if signed else 'slope'} * (dp - delta[None, :])")
+    body.replaced(out)
+    out.assign("ds", f"ds.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
+
+
+def _store(site: Site, out: Writer, first: str, index: str, rows: str | int) -> None:
+    """Store dK and dV through the place of K and V."""
+    dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
+    pairs = (("k", site.qk_chunks, scaled(site, QK)[1]), ("v", site.v_chunks, 1.0 / (1.0 - site.spec.dropout)))
+    for letter, found, factor in pairs:
+        for c in found:
+            value = f"d{letter}{c.suffix}" if factor == 1.0 else f"(d{letter}{c.suffix} * {factor!r})"
+            out.line(f"{tile_view(f'{letter}_tile', c, index, rows)}.store({value}.to({dtype}))")
+    out.line("fence_async_shared()")
+    out.line("barrier()")
+    for letter, found, _ in pairs:
+        for c in found:
+            at = position(site, letter.upper(), first, c)
+            out.line(f"tma.async_copy_shared_to_global({tiles_name('d' + letter.upper(), c)}, {at}, {letter}_tile{c.suffix}.index({index}))")
+    out.line("tma.store_wait(0)")
+
+
+def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLOCK_N", warps: int = WARPS) -> bool:
     """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout.
 
     Returns whether the sign of slope says what dropout keeps, which takes no registers.
@@ -266,13 +277,91 @@ def _weights(site: Site, body: Body, out: Writer, partial: str) -> bool:
     rest = body.times(wanted[0], "p")
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
-        out.assign("keep", f"keep_scores(seed, z, j0, i0, {threshold(spec.dropout)}, BLOCK_N, BLOCK_M, {WARPS}, True, scores)")
+        out.assign("keep", f"keep_scores(seed, z, key0, i0, {threshold(spec.dropout)}, {rows}, BLOCK_M, {warps}, True, scores)")
         if rest == "p":
             out.assign("slope", "tl.where(keep, p, -p)", "its sign says what dropout keeps")
             out.assign("p", "tl.maximum(slope, 0.0)")
         else:
             out.assign("p", "tl.where(keep, p, 0.0)")
     return bool(spec.dropout) and rest == "p"
+
+
+def _accumulate_half(site: Site, partial: str, others) -> Partition:
+    """A warpgroup with half of the keys: as `_accumulate`, but dS is handed to the warpgroup that computes dQ."""
+    spec, nq, nv = site.spec, len(site.qk_chunks), len(site.v_chunks)
+    consumer = Partition("accumulate", f"One warpgroup: {HALF} keys against all query rows that see them.", ("PART",))
+    out = consumer.body
+    dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
+    out.line("scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])")
+    for name, found in (("dk", site.qk_chunks), ("dv", site.v_chunks)):
+        for c in found:
+            out.line(f"{name}_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
+    out.line("keywise: gl.constexpr = gl.SliceLayout(1, scores)")
+    out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
+    out.assign("key0", f"j0 + PART * {HALF}")
+    out.assign("j", f"key0 + gl.arange(0, {HALF}, keywise)")
+    out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
+    program = Program(spec, out.section(), inner="i", columns="i", varying=others)
+    body = Body(site, program, transposed=True)
+    out.assign("zeros", f"gl.zeros([{HALF}, BLOCK_M], gl.float32, scores)")
+    for letter, found in (("k", site.qk_chunks), ("v", site.v_chunks)):
+        for c in found:
+            out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_tile", c, "PART", HALF))
+            out.assign(f"d{letter}{c.suffix}", f"gl.zeros([{HALF}, {c.width}], gl.float32, d{letter}_layout{c.suffix})")
+    out.line("mbarrier.wait(kv_full.index(0), 0)")
+    with out.block("for step in tl.range(0, steps):"):
+        _step(site, out, others)
+        out.assign("i", "i0 + rows")
+        for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
+            for c in found:
+                out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
+        out.line("mbarrier.wait(q_full.index(slot), phase)")
+        _issue_scores(site, out, "q")
+        out.line("mbarrier.wait(do_full.index(slot), phase)")
+        _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
+        out.assign("qk", f"warpgroup_mma_wait({nv}, [next_qk])", "dP still runs")
+        out.assign("lse2", "lse2_ring.index(slot).load(rowwise)")
+        signed = _weights(site, body, out, partial, str(HALF), 4)
+        for c in site.v_chunks:
+            out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
+            out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
+        out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
+        _score_gradient(site, body, out, signed)
+        for c in site.qk_chunks:
+            out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
+                                             f"dk{c.suffix}, is_async=True)")
+        out.line("mbarrier.wait(ds_empty.index(slot), phase ^ 1)")
+        out.line("ds_tile.index(slot * 2 + PART).store(ds)")
+        out.line("fence_async_shared()")
+        out.line("mbarrier.arrive(ds_full.index(slot), count=1)")
+        out.assign(_names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dv', site.v_chunks)}])")
+        out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
+        out.assign(_names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}])")
+        out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+    out.line("mbarrier.wait(ds_empty.index((steps - 1) % STAGES), (steps - 1) // STAGES & 1)", "dQ has read the keys: their place takes the gradients")
+    _store(site, out, "key0", "PART", HALF)
+    return consumer
+
+
+def _sum_dq(site: Site, others) -> Partition:
+    """The warpgroup that computes dQ."""
+    adder = Partition("sum_dq", "One warpgroup: the share of dQ of all keys of this tile, row tile by row tile.")
+    out, chunks = adder.body, site.qk_chunks
+    for c in chunks:
+        out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
+    out.line("mbarrier.wait(kv_full.index(0), 0)")
+    with out.block("for step in tl.range(0, steps):"):
+        _step(site, out, others)
+        out.line("mbarrier.wait(ds_full.index(slot), phase)")
+        for c in chunks:
+            for n in range(2):
+                start = f"next_dq{c.suffix}, is_async=True" if n else f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True"
+                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma(ds_tile.index(slot * 2 + {n}).permute((1, 0)), {tile_view('k_tile', c, str(n), HALF)}, {start})")
+        out.assign(_names("dq", chunks), f"warpgroup_mma_wait(0, [{_names('next_dq', chunks)}])")
+        out.line("mbarrier.arrive(ds_empty.index(slot), count=1)")
+        _add_dq(site, out)
+    out.line("tma.store_wait(0)")
+    return adder
 
 
 def finish_kernel(site: Site) -> Kernel:
