@@ -277,9 +277,7 @@ def why_not_hopper(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: s
     if gpu.capability != (9, 0) or wanted == "triton" or wanted is None and set(OVERRIDE):
         return f"{gpu.name} is no Hopper card" if gpu.capability != (9, 0) else "the portable schedule was asked for"
     reason = hopper.refusal(spec, problem, direction, descriptors, listed, all_needs(spec) if needs is None else needs, deterministic())
-    if reason is None and wanted is None and problem.M <= hopper.ROWS:
-        reason = f"{problem.M} query rows leave its second warpgroup idle"
-    return reason
+    return reason or (hopper.slower(spec, problem, direction) if wanted is None else None)
 
 
 def deterministic() -> bool:
@@ -289,9 +287,11 @@ def deterministic() -> bool:
 
 def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool) -> Plan | None:
     """The Hopper schedule's tiles, or None if they do not fit."""
-    given, heavy = kernel in OVERRIDE, hopper.is_heavy(spec, kernel)
-    for m, n, warps, stages in [OVERRIDE[kernel]] if given else hopper.ladder(kernel, problem, hopper.is_simple(spec), listed):
+    given, heavy = kernel in OVERRIDE, hopper.is_heavy(spec)
+    for m, n, warps, stages in [OVERRIDE[kernel]] if given else hopper.ladder(kernel, spec, problem, listed):
         shared, registers = hopper.shared_bytes(kernel, problem, m, n, stages), hopper.registers_per_thread(kernel, problem, m, n, heavy)
+        if listed and BLOCK % m:  # a tile of rows lies in one block of the summary
+            continue
         if given or shared <= gpu.shared_per_block and registers <= hopper.register_limit(kernel, m):
             reason = "tiles given by the caller" if given else f"{shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, about {registers:.0f} registers"
             return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason, listed=listed)

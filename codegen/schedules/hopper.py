@@ -182,27 +182,40 @@ def padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def ladder(kernel: str, problem: Problem, simple: bool, listed: bool) -> list[tuple[int, int, int, int]]:
-    """(BLOCK_M, BLOCK_N, warps, stages) to try, best first, as measured on an H200. simple: three warpgroups have registers enough. listed: tiles of rows
-    are blocks of the mask's summary."""
+def ladder(kernel: str, spec: AttentionSpec, problem: Problem, listed: bool) -> list[tuple[int, int, int, int]]:
+    """(BLOCK_M, BLOCK_N, warps, stages) to try, best first, as measured on an H200. listed: tiles of rows are blocks of the mask's summary."""
+    small = max(padded(problem.D), padded(problem.Dv)) <= 64
     if kernel == "keys":
-        return [(64, 128, 12, 2)] if max(padded(problem.D), padded(problem.Dv)) <= 64 else [(64, 128, 8, 2), (64, 128, 8, 1)]
+        return [(64, 128, 12, 2)] if small else [(64, 128, 8, 2), (64, 128, 8, 1)]
     wide = [(128, n, 8, stages) for n in (128, 64, 32) for stages in (2, 3)]
-    return [(192, 128, 12, 3), *wide] if simple and not listed and max(problem.D, problem.Dv) <= 64 else wide
+    if small and is_simple(spec) and not listed and problem.N >= (8192 if spec.is_masked else 2048):  # 192 rows waste more at the mask's edge
+        return [(192, 128, 12, 3), *wide]
+    return [(128, 64, 8, 3), *wide] if is_heavy(spec) else wide
 
 
 def is_simple(spec: AttentionSpec) -> bool:
-    """Is the score q . k times a constant, without dropout, under a mask of comparisons?"""
+    """Is the score q . k times a constant, without dropout, under a mask of comparisons? Then three warpgroups have registers enough."""
     divides = any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
     return peel(spec.score)[0] == QK and not spec.dropout and not spec.visible.loads and not divides
 
 
-def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
-    """Does a score need registers of its own: dropout's random words, functions, addresses of loads by row and key, a mask that loads by row?"""
+def is_heavy(spec: AttentionSpec) -> bool:
+    """Does a score need registers of its own: dropout's random words, functions, a mask that loads by row, addresses of loads across rows?"""
     raw = peel(spec.score)[0]
     functions = any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(raw))
-    loads = any({"i", "j"} <= load.variables for load in spec.loads) or any("i" in load.variables for load in spec.visible.loads)
-    return functions or loads or kernel == "forward" and spec.dropout > 0
+    by_row = any(load.variables & {"i", "j"} == {"i"} for load in spec.visible.loads)
+    across = any({"i", "j"} <= load.variables and load.index[-1] != Var("j") for load in spec.loads)
+    return functions or by_row or across or spec.dropout > 0
+
+
+def slower(spec: AttentionSpec, problem: Problem, direction: str) -> str | None:
+    """Why the portable schedule is the faster one, or None."""
+    if problem.M <= ROWS:
+        return f"{problem.M} query rows leave its second warpgroup idle"
+    steps = peel(spec.score)[0] != QK or is_heavy(spec)
+    if direction == "forward" and steps and max(problem.D, problem.Dv) <= 64:  # softcap 218 against 198 TFLOP/s, ALiBi 342 / 325, a bias 239 / 222
+        return "at head sizes up to 64 many small programs hide the latency of a score's own steps better"
+    return None
 
 
 def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: bool) -> float:
@@ -210,7 +223,7 @@ def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: b
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
         return (dv + n + n / 2 + n * heavy) / 2
-    return (n * (d + dv) + 2 * m * n + m * n / 2 * (1 + heavy)) / 256
+    return (n * (d + dv) + 2.5 * m * n) / 256  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
 
 
 def register_limit(kernel: str, m: int) -> int:

@@ -20,7 +20,7 @@ from .hopper import barriers, block_shape, listed_tiles, position, read_by_tma, 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS, PRODUCER_REGISTERS = 240, 24
-HALF, SPLIT_REGISTERS = 64, (192, 96)
+HALF, SPLIT_REGISTERS = 64, (208, 72)
 """Keys of each of two warpgroups where a third computes dQ; registers of a thread of the former and of the latter."""
 
 

@@ -31,8 +31,8 @@ SAMPLE = [
 ]
 
 
-HOPPER_SPILL = 32
-"""Bytes that the warp-specialised kernels may spill: their partitions' registers are fixed, and a few addresses outside of loops may not fit."""
+HOPPER_SPILL = {"additive_left_padding": 64}
+"""Bytes that the warp-specialised kernels may spill where not 32: their partitions' registers are fixed, and at head size 128 backward fills them."""
 
 
 def builds(arch, dtype, head, variant, kind):
@@ -41,7 +41,7 @@ def builds(arch, dtype, head, variant, kind):
         if plan is not None:
             assert report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block, report
         hopper = plan is not None and plan.schedule == "hopper"
-        assert report.spilled <= (HOPPER_SPILL if hopper else 0), report
+        assert report.spilled <= (HOPPER_SPILL.get(variant, 32) if hopper else 0), report
         assert not (hopper and report.serialised), report
 
 
