@@ -18,6 +18,8 @@ def kernels(site: Site) -> dict[str, Kernel]:
     """The kernels a file needs, by role."""
     if site.warpgroups:
         found = {"forward": hopper_forward.forward_kernel(site)}
+        if hopper_forward.is_uneven(site):
+            found["reset"] = hopper_forward.reset_kernel(site)
         if site.averages:
             found["empty rows"] = hopper_forward.empty_rows_kernel(site)
     else:
@@ -80,7 +82,8 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
         out.line(f"out, lse = empty_output({extents}, M, v), empty_lse({extents}, M, v)")
         grid = _grid("FORWARD", "BLOCK_M", "M", site.spec.axes)
         if site.warpgroups and hopper_forward.is_uneven(site):
-            out.line("taken = torch.zeros(1, dtype=torch.int32, device=q.device)", "tiles that programs took beside their first")
+            out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles programs took beside their first")
+            found["reset"].call("(1,)", out)
         found["forward"].call(f"(min({site.programs}, {grid[1:-2]}),)" if site.warpgroups else grid, out)
         if "empty rows" in found:
             found["empty rows"].call(_grid("EMPTY_ROWS", "BLOCK_M", "M", site.spec.axes), out)
@@ -97,6 +100,9 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         out.line(f"padded = triton.cdiv(M, {PADDING}) * {PADDING}")
         shape = _shape([*(extent(a) for a in spec.axes), "padded"])
         out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
+        if site.one_pass:
+            rows = [*(extent(a) if a in spec.q else "1" for a in spec.axes), "M", str(site.D)]
+            out.line(f"sum_q = torch.empty({_shape(rows)}, dtype=torch.float32, device=q.device)", "dQ; the next kernel sets it to 0")
         found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
         if not site.loads:
             with out.block("if grad_lse is not None:"):
@@ -160,7 +166,6 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     axes, shape = site.axes_of("k", "v"), _shape([*(extent(a) if a in site.spec.q else "1" for a in site.spec.axes), "M", str(site.D)])
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
-    out.line(f"sum_q = torch.zeros({shape}, dtype=torch.float32, device=q.device)")
     found["keys"].call(_grid("KEYS", "BLOCK_N", "N", axes), out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
     found["rows"].call('(triton.cdiv(sum_q.numel(), ROWS["BLOCK"]),)', out)

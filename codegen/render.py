@@ -107,6 +107,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     out.line(f"PROBLEM = {problem!r}")
     out.line(f"NEEDS = {site.needs!r}", "which of q, k, v and the captured tensors get gradients")
     out.line(f"FORWARD = {plan.options!r}")
+    if "attention_reset" in body:
+        out.line("RESET = {'num_warps': 1}")
     if site.warpgroups and site.averages:
         out.line("EMPTY_ROWS = {'BLOCK_M': 64, 'BLOCK_N': 32, 'num_warps': 4, 'num_stages': 1}")
     if backward is not None:

@@ -79,7 +79,7 @@ def check(module: ModuleType, device: str | None = None) -> dict[str, float]:
     spec, problem = module.SPEC, module.PROBLEM
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     q, k, v, aux, seed, sizes = inputs(spec, problem, device)
-    on_gpu = launch.uses_triton(q, k, v)
+    on_gpu = launch.uses_triton(q, k, v) and (device != "cpu" or not hasattr(module, "gluon"))  # the interpreter does not run Gluon
     if on_gpu:
         run_forward, run_backward = module.forward, getattr(module, "backward", None)
     else:

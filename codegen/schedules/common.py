@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...expr import QK, Const, Expr, Load
 from ...spec import EmptyRow
 from ..derivative import partial as derivative
-from ..parts import LOG2E, Site, arguments, decode, head_index, load_tile, product
+from ..parts import LOG2E, Site, arguments, decode, flatten, head_index, load_tile, pieces, product
 from ..philox import threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -46,7 +46,7 @@ def delta_kernel(site: Site) -> Kernel:
     """What the other kernels need of each row: delta, and the log-sum-exp in powers of two."""
     spec = site.spec
     kernel = Kernel("attention_delta", "delta[z, i] = sum_e dO[z, i, e] * O[z, i, e], which is also sum_j P[z, i, j] * dP[z, i, j]; lse2 = lse * log2(e).",
-                    arguments(site, {}), ("BLOCK_M",), "DELTA")
+                    arguments(site, {"Sum": "sum_q"}), ("BLOCK_M",), "DELTA")
     out = kernel.body
     out.assign("tiles", f"tl.cdiv(M, {PADDING}) * ({PADDING} // BLOCK_M)", "with the padding")
     out.assign("z", "tl.program_id(0) // tiles")
@@ -66,6 +66,13 @@ def delta_kernel(site: Site) -> Kernel:
         out.assign("lse", 'tl.where(empty, float("inf"), lse)')
         if spec.empty_row is EmptyRow.NAN:
             out.assign("delta", "tl.where(empty, 0.0, delta)", "their output is NaN")
+    if site.one_pass:
+        if site.D != site.Dv:
+            head_index(site, out, "d")
+        out.assign("sum_tile", f"Sum + (tl.cast({flatten(site.axes_of('q'))}, tl.int64) * M + i0) * {site.D}", "where dQ will be added up")
+        for c, index, check in pieces(site, "Q"):
+            mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
+            out.line(f"tl.store(sum_tile + rows[:, None] * {site.D} + {index}[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32), mask={mask})")
     out.line(f"tl.store(Delta + {padded_rows('z')} + i, delta)")
     out.line(f"tl.store(Lse2 + {padded_rows('z')} + i, lse * {LOG2E!r})")
     return kernel

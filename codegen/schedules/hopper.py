@@ -1,6 +1,7 @@
 """What the warp-specialised Hopper schedules share: what they take, TMA descriptors, shared memory, barriers, the order of tiles."""
 from __future__ import annotations
 
+from ...compat import interpreting
 from ...expr import QK, Call, Const, Var, walk
 from ...region import Problem
 from ...spec import BLOCK, AttentionSpec
@@ -25,6 +26,8 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
     needs          which of (q, k, v, *aux) get gradients
     deterministic  must gradients be the same bits in every run?
     """
+    if interpreting():
+        return "Triton's interpreter does not run Gluon"
     if {problem.dtype, problem.v_dtype} - {"float16", "bfloat16"} or problem.dtype != problem.v_dtype:
         return f"its matrix units take q, k and v of one 16-bit type, not {problem.dtype} and {problem.v_dtype}"
     if not describable or len(spec.axes) > 3:

@@ -305,6 +305,12 @@ def _finish(site: Site, out: Writer) -> None:
         out.line(f"tma.async_copy_shared_to_global({tiles_name('Out', c)}, {position(site, 'Out', 'i0', c)}, {tile}{c.suffix}.index({index}))")
 
 
+def reset_kernel(site: Site) -> Kernel:
+    kernel = Kernel("attention_reset", "Before the forward kernel: no tile is taken yet.", {"Taken": "taken"}, (), "RESET")
+    kernel.body.line("tl.store(Taken, 0)")
+    return kernel
+
+
 def empty_rows_kernel(site: Site) -> Kernel:
     """After the forward kernel: rows that see no key get the mean of v over the keys of `empty_over`, and their mark in the log-sum-exp.
 

@@ -110,5 +110,5 @@ def compile_all(text: str, problem: Problem, gpu: GPU, only: tuple[str, ...] = (
             setattr(module, name, function)
         driver._active = before
     plans = {"attention_forward": plan, "attention_backward_keys": source.backward, "attention_backward_rows": source.backward.rows,
-             "attention_delta": None, "attention_empty_rows": None}
+             "attention_delta": None, "attention_reset": None, "attention_empty_rows": None}
     return [(Report(name, *figures), plans.get(name, source.backward.dense)) for name, *figures in found]
