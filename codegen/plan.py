@@ -277,7 +277,7 @@ def why_not_hopper(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: s
     if gpu.capability != (9, 0) or wanted == "triton" or wanted is None and set(OVERRIDE):
         return f"{gpu.name} is no Hopper card" if gpu.capability != (9, 0) else "the portable schedule was asked for"
     reason = hopper.refusal(spec, problem, direction, descriptors, listed, all_needs(spec) if needs is None else needs, deterministic())
-    return reason or (hopper.slower(spec, problem, direction) if wanted is None else None)
+    return reason or (hopper.preferred_elsewhere(spec, problem, direction) if wanted is None else None)
 
 
 def deterministic() -> bool:

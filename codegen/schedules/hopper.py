@@ -211,10 +211,12 @@ def is_heavy(spec: AttentionSpec) -> bool:
     return functions or by_row or across or spec.dropout > 0
 
 
-def slower(spec: AttentionSpec, problem: Problem, direction: str) -> str | None:
-    """Why the portable schedule is the faster one, or None."""
+def preferred_elsewhere(spec: AttentionSpec, problem: Problem, direction: str) -> str | None:
+    """Why the portable schedule is preferred, or None."""
     if problem.M <= ROWS:
         return f"{problem.M} query rows leave its second warpgroup idle"
+    if problem.D != problem.Dv:
+        return f"head sizes {problem.D} and {problem.Dv} were not measured in it yet"
     steps = peel(spec.score)[0] != QK or is_heavy(spec)
     if direction == "forward" and steps and max(problem.D, problem.Dv) <= 64:  # softcap 218 against 198 TFLOP/s, ALiBi 342 / 325, a bias 239 / 222
         return "at head sizes up to 64 many small programs hide the latency of a score's own steps better"

@@ -43,6 +43,14 @@ def test_cases_warp_specialised(variant, kind, dtype, head, length):
 
 
 @HOPPER
+@pytest.mark.parametrize("head, value_head", [(192, 128), (64, 128), (96, 40), (16, 64)])
+@pytest.mark.parametrize("variant, kind", [("causal", "gqa"), ("full", "cross")])
+def test_value_heads_of_another_size_warp_specialised(head, value_head, variant, kind):
+    with overridden(schedule="hopper"):
+        run(spec(CORE[variant], kind), problem(kind, head, "bfloat16", M=400, Dv=value_head), "cuda").within_budget()
+
+
+@HOPPER
 @pytest.mark.parametrize("head, length, kind", [(64, 321, "self"), (128, 256, "gqa")])
 def test_both_schedules_drop_the_same_weights(head, length, kind):
     """Values that pick one key each make the output the weights themselves: those dropped are exactly 0."""

@@ -175,6 +175,7 @@ REFUSED = [
     ("full", {"dtype": "float32"}, "forward", "one 16-bit type, not float32"), ("full", {"v_dtype": "float16"}, "forward", "not bfloat16 and float16"),
     ("full", {"D": 20}, "forward", "not aligned to 16 bytes"), ("full", {"D": 192}, "backward", "head sizes above 128"),
     ("full", {"M": 64}, "forward", "64 query rows leave its second warpgroup idle"), ("bias", {}, "backward", "captured tensors need gradients"),
+    ("full", {"D": 128, "Dv": 64}, "forward", "head sizes 128 and 64 were not measured"), ("softcap", {}, "forward", "many small programs"),
 ]
 
 
