@@ -364,6 +364,8 @@ def bounds(visible: Expr, var: str) -> Bounds:
         return largest(Const(0), lo), hi if hi == solver.size else smallest(solver.size, hi)
 
     (lo, hi), (full_lo, full_hi) = clamp(found.hull), clamp(found.full)
+    if lo.loads and hi != solver.size:  # ends from data may cross; rounded to tiles, crossed ends would meet again
+        hi = call("where", call("lt", lo, hi), hi, 0)
     if found.full == NOTHING:
         full_lo, full_hi = Const(0), Const(0)
     return Bounds(lo, hi, full_lo, full_hi)

@@ -83,7 +83,7 @@ _ROWS = (
     _arith("mul", "*", 60, _same("mul"), torch.mul, "({x} * {y})", ("y", "x"), lambda x, y: x * y),
     _arith("truediv", "/", 60, _same("div"), torch.true_divide, "({x} / {y})", ("1.0 / y", "-x / (y * y)"),
            lambda x, y: x / y, "div", "float"),
-    _arith("floordiv", "//", 60, _same("floor_divide"), lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    _arith("floordiv", "//", 60, ("floor_divide.default", *_same("floor_divide")), lambda x, y: torch.div(x, y, rounding_mode="floor"),
            "floor_div({x}, {y})", (None, None), lambda x, y: x // y, "div"),
     _arith("mod", "%", 60, _same("remainder"), torch.remainder, "floor_mod({x}, {y})", ("1.0", None),
            lambda x, y: x % y, "div"),

@@ -109,7 +109,7 @@ class _Recorder(TorchDispatchMode):
         if id(t) not in self.of:  # a tensor from outside the graph
             v = self.leaf(t, None)
             if not isinstance(t, FakeTensor):
-                self.graph.literals[v] = t
+                self.graph.literals[v] = self.graph.constants[v] = t
         return self.of[id(t)]
 
     def _add(self, op, args, kwargs, out, t, owner) -> Value:

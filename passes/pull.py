@@ -15,8 +15,9 @@ from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, cal
 from flashfx.ops import BY_ATEN, OPS
 
 from .constants import closed_form, dim
+from .find import has_product_above
 from .held import Held
-from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, same, size
+from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, quotient, same, size
 from .rules import RULES, Product
 from .scalars import kind_of, rounded, simplified
 from .values import Refused, Value
@@ -33,6 +34,7 @@ class Puller:
     grad: is gradient mode on at the site's output?
     splits: the first view met that splits queries or keys, by axis.
     held: what can still be read where the op will stand; None: everything.
+    parts: axes that stand for the quotient or the remainder of another one, where a mask's view splits it.
     """
 
     extents: dict[str, Size]
@@ -45,6 +47,7 @@ class Puller:
     grad: bool = True
     held: Held | None = None
     splits: dict[str, SplitAxis] = field(default_factory=dict)
+    parts: dict[str, Expr] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ sizes and indices
     def size(self, s) -> Expr:
@@ -68,6 +71,8 @@ class Puller:
 
     def expr(self, a: Affine) -> Expr:
         """Indices first, the constant last; `i - 3` rather than `i + -3`."""
+        if any(name in self.parts for name in a.axes):
+            return self._with_parts(a)
         out: Expr = Const(0)
         for name, c in sorted(a.terms, key=lambda t: isinstance(t[1], int) and t[1] < 0):
             if isinstance(c, int) and c < 0:
@@ -78,6 +83,20 @@ class Puller:
         if isinstance(a.constant, int) and a.constant < 0 and out != Const(0):
             return call("sub", out, Const(-a.constant))
         return call("add", out, self.size(a.constant))
+
+    def _with_parts(self, a: Affine) -> Expr:
+        """before -> after: 4 * (j / 4) + j % 4 -> j; else each part as it is computed"""
+        terms = dict(a.terms)
+        for outer, e in list(self.parts.items())[::-1]:
+            inner = outer.replace("/", "%")
+            if e.op == "floordiv" and outer in terms and same(terms[outer], terms.get(inner, 0) * e.args[1].value):
+                whole = Affine.axis(outer.rpartition("/")[0]) * terms[inner]
+                left = Affine(tuple((n, c) for n, c in terms.items() if n not in (outer, inner)), a.constant)
+                return self.expr(left + whole)
+        out = self.size(a.constant)
+        for name, c in a.terms:
+            out = call("add", out, call("mul", self.parts.get(name, Var(name)), self.size(c)))
+        return out
 
     def affine(self, e: Expr) -> Affine | None:
         """The affine form of an integer expression, or None."""
@@ -109,11 +128,22 @@ class Puller:
         return self.memo[key]
 
     def leaf(self, v: Value, x: Index) -> Expr:
-        if self.held is not None and any({"i", "j"} & a.axes for a in x) and (closed := closed_form(v, self.held.vg)) is not None:
-            return substitute(closed, {dim(d): self.expr(a) for d, a in enumerate(x)})
+        return self.load(v, [self.expr(a) for a in x])
+
+    def load(self, v: Value, index: list[Expr]) -> Expr:
+        """`v` at computed positions, all within it; a constant tensor as its formula, where it has one."""
+        if (closed := self._closed(v, index)) is not None:
+            return closed
         name = f"v{v.number}"
         self.loads[name] = v
-        return Load(name, tuple(self.expr(a) for a in x), kind_of(v.dtype))
+        return Load(name, tuple(index), kind_of(v.dtype))
+
+    def _closed(self, v: Value, index: list[Expr]) -> Expr | None:
+        """The formula of a constant tensor over queries and keys, where it has one."""
+        if self.held is None or not any({"i", "j"} & e.variables for e in index):
+            return None
+        closed = closed_form(v, self.held.vg)
+        return None if closed is None else substitute(closed, {dim(d): e for d, e in enumerate(index)})
 
     def _pull(self, v: Value, x: Index) -> Expr:
         x = tuple(Affine() if same(size(s), 1) else a for s, a in zip(v.shape, x))
@@ -133,7 +163,9 @@ class Puller:
         except NotAffine:
             return self.leaf(v, x)
         except SplitAxis as split:
-            if split.axis in ("i", "j"):
+            if split.axis in ("i", "j") or split.axis in self.parts:
+                if isinstance(split.inner, int) and quotient(self.extents[split.axis], split.inner) is not None and not has_product_above(v):
+                    return self._element(v, self._split(x, split))
                 self.splits.setdefault(split.axis, split)
                 return self.leaf(v, x)
             raise
@@ -142,6 +174,8 @@ class Puller:
             return self.leaf(v, x) if self._is_gone(e) and self.held.can(v) else e
         rule = RULES.get(v.name)
         result = rule(self, v, x) if rule is not None else self._pointwise(v, x)
+        if result is not None and result.loads and (closed := self._closed(v, [self.expr(a) for a in x])) is not None:
+            return closed
         if result is None or (v.dtype.is_floating_point and self._keeps_whole(v, result)) or self._is_gone(result) and self.held.can(v):
             return self.leaf(v, x)
         return result
@@ -162,6 +196,17 @@ class Puller:
             return False
         return any(all(same(size(a), size(b)) for a, b in zip(self.loads[load.name].shape[::-1], v.shape[::-1]))
                    and len(self.loads[load.name].shape) >= len([s for s in v.shape if not same(size(s), 1)]) for load in loads)
+
+    def _split(self, x: Index, split: SplitAxis) -> Index:
+        """The index with i or j (or a part of it) as quotient and remainder: a mask may be told by the block of a key, `mask[i // 64, j // 64]`."""
+        outer, inner = f"{split.axis}/{split.inner}", f"{split.axis}%{split.inner}"
+        whole = self.parts.get(split.axis, Var(split.axis))
+        self.parts[outer], self.parts[inner] = call("floordiv", whole, split.inner), call("mod", whole, split.inner)
+        extent = self.extents[split.axis]
+        self.extents[outer], self.extents[inner] = quotient(extent, split.inner), split.inner
+        replaced = Affine.axis(outer) * split.inner + Affine.axis(inner)
+        return tuple(Affine(tuple(t for t in a.terms if t[0] != split.axis), a.constant) + replaced * dict(a.terms)[split.axis]
+                     if split.axis in a.axes else a for a in x)
 
     def operand(self, v, x: Index) -> Expr:
         """An argument of a pointwise op: a value broadcast to the result, or a number."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashfx.expr import BOOL, FLOAT, INT, QK, Const, Expr, call, cast, const
+from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, call, cast, const
 
 from .index import Affine, Index, head_size, number, size
 from .scalars import cast_simplified, choice, kind_of, round_to, rounded
@@ -110,14 +110,34 @@ def _triangle(op: str):
 
 
 def _gather(p: Puller, source: Value, positions: dict[int, Expr], rest: list[Affine]) -> Expr | None:
-    """source[...] with index expressions at some dims; pulled on where those are affine and provably in range."""
+    """source[...] with index expressions at some dims, all provably in range.
+
+    Pulled on where those are affine; where they are quotients, as in `mask[i // 64, j // 64]`, a mask or ids are read there.
+    """
     index, free = [], iter(rest)
     for d, s in enumerate(source.shape):
-        a = p.affine(positions[d]) if d in positions else next(free)
-        if a is None or (d in positions and not within(a, size(s), p.extents)):
+        e = positions[d] if d in positions else next(free)
+        index.append((p.affine(e) or e) if isinstance(e, Expr) else e)
+        if d in positions and not _in_range(index[-1], size(s), p):
             return None
-        index.append(a)
-    return p.pull(source, tuple(index))
+    if all(isinstance(a, Affine) for a in index):
+        return p.pull(source, tuple(index))
+    if source.dtype.is_floating_point or any(QK in a.leaves for a in index if isinstance(a, Expr)):
+        return None
+    return p.load(source, [p.expr(a) if isinstance(a, Affine) else a for a in index])
+
+
+def _in_range(a: Affine | Expr, extent, p: Puller) -> bool:
+    """Provably 0 <= a < extent."""
+    if isinstance(a, Affine):
+        return within(a, extent, p.extents)
+    if not isinstance(a, Call) or a.op not in ("floordiv", "mod") or not isinstance(a.args[1], Const) or a.kind != INT or a.args[1].value <= 0:
+        return False
+    by = a.args[1].value
+    if a.op == "mod":
+        return isinstance(extent, int) and by <= extent
+    inner = p.affine(a.args[0])
+    return inner is not None and isinstance(extent, int) and within(inner, extent * by, p.extents)
 
 
 def _index(p: Puller, v: Value, x: Index) -> Expr | None:

@@ -13,6 +13,7 @@ from flashfx.spec import AttentionSpec
 
 from .cases import CORE, KINDS, MORE, problem, spec
 from .run import lse_gradient, run
+from .test_families import FAMILIES, spec as family, tensors
 
 TILES = (
     dict(forward=(32, 16, 4, 1), keys=(16, 32, 4, 1), rows=(32, 16, 4, 1), dense=(16, 16, 4, 1)),
@@ -173,6 +174,16 @@ def test_listed_kinds(variant):
             rows, keys = blocks.block_lists(mask, read, extents, torch.device("cpu"))
             kinds = blocks.evaluated(mask, read, extents, torch.device("cpu"))
             assert torch.equal(blocks.kinds_of(rows), kinds) and torch.equal(blocks.kinds_of(keys), kinds.mT)
+
+
+@pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
+def test_listed_families(name):
+    """The generated summary kernel for every family of masks."""
+    s = family(FAMILIES[name])
+    given = tensors(257, 300, 1)
+    aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300]
+    rows, _ = blocks.block_lists(s.mask(), aux, sizes, torch.device("cpu"))
+    assert torch.equal(blocks.kinds_of(rows), blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu")))
 
 
 SHAPES = {
