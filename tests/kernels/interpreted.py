@@ -110,26 +110,16 @@ WIDE = (dict(forward=(64, 32, 4, 1), keys=(32, 64, 4, 1), rows=(64, 32, 4, 1), d
 LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked]
 
 
-@pytest.fixture
-def summaries(monkeypatch):
-    """Every call of launch gets its mask's summary, as the rewritten graph gives it."""
-    forward, backward = launch.forward, launch.backward
-    lists = lambda s, q, k, aux, sizes: blocks.lists_for(s, aux, sizes, q, k)
-    monkeypatch.setattr(launch, "forward", lambda s, q, k, v, aux, seed, sizes: forward(s, q, k, v, aux, seed, sizes, lists(s, q, k, aux, sizes)))
-    monkeypatch.setattr(launch, "backward", lambda s, g, q, k, v, aux, seed, out, lse, sizes, needs: backward(
-        s, g, q, k, v, aux, seed, out, lse, sizes, needs, None, lists(s, q, k, aux, sizes)))
-
-
 @pytest.mark.parametrize("variant, kind, dtype", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(LISTED)])
-def test_listed(variant, kind, dtype, summaries):
+def test_listed(variant, kind, dtype):
     """Tiles from a list of 128 x 128 blocks: with tails, and with lengths that every tile divides (no bounds checks)."""
     for length in (290, 256):
         with overridden(**WIDE[length == 256]):
-            run(spec({**CORE, **MORE}[variant], kind), problem(kind, 16, dtype, M=length, heads=1)).within_budget()
+            run(spec({**CORE, **MORE}[variant], kind), problem(kind, 16, dtype, M=length, heads=1), listed=True).within_budget()
 
 
 @pytest.mark.parametrize("empty", ["nan", "zero", "mean", "mean, additive", "mean, additive over j <= i + 9"])
-def test_listed_empty_rows(empty, summaries):
+def test_listed_empty_rows(empty):
     """Rows that average v read every tile, whatever the lists hide."""
     from dataclasses import replace
     s, p = spec(replace(MORE["mean_left_padding"], empty=empty)), problem("self", 16, "float32", M=290, heads=1)
@@ -137,7 +127,7 @@ def test_listed_empty_rows(empty, summaries):
     pad[0, :150] = False
     pad[1] = False
     with overridden(**WIDE[0]):
-        run(s, p, operands=(q, k, v, [pad], seed, sizes)).within_budget()
+        run(s, p, operands=(q, k, v, [pad], seed, sizes), listed=True).within_budget()
 
 
 BANDS = {
@@ -149,7 +139,7 @@ BANDS = {
 
 
 @pytest.mark.parametrize("band", BANDS)
-def test_listed_beside_closed_forms(band, summaries):
+def test_listed_beside_closed_forms(band):
     """The closed form cuts the first and last listed block; gaps between listed blocks stay gaps. Some ids repeat later on."""
     from dataclasses import replace
     s, p = spec(replace(MORE["documents"], where=BANDS[band])), problem("self", 16, "float32", M=600, heads=1, batch=2)
@@ -158,7 +148,7 @@ def test_listed_beside_closed_forms(band, summaries):
     doc[1] = torch.arange(600) // 200
     for tiles in WIDE:
         with overridden(**tiles):
-            run(s, p, operands=(q, k, v, [doc], seed, sizes)).within_budget()
+            run(s, p, operands=(q, k, v, [doc], seed, sizes), listed=True).within_budget()
 
 
 @pytest.mark.parametrize("variant", LISTED)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flashfx.codegen import launch
+from flashfx.codegen.blocks import lists_for
 from flashfx.codegen.derivative import partial
 from flashfx.codegen.selfcheck import inputs, kept
 from flashfx.codegen.torch_tiled import MEAN_ROW
@@ -49,8 +50,9 @@ def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[
     return scales
 
 
-def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 0, operands=None, gradients: bool = True) -> Run:
-    """Forward and every gradient. Rows that are NaN in the exact output are left out of the loss."""
+def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 0, operands=None, gradients: bool = True,
+        listed: bool = False) -> Run:
+    """Forward and every gradient; `listed`: with the mask's run-time summary, as the rewritten graph gives it. Rows that are NaN in the exact output are left out of the loss."""
     q, k, v, aux, dropout_seed, sizes = operands or inputs(spec, problem, device, seed)
     keep = kept(spec, problem, dropout_seed, device)
     names = ("q", "k", "v", *(a.name for a in spec.aux))
@@ -71,13 +73,14 @@ def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 
     grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7)).to(device, v.dtype)
     out, exact = compute(torch.float64)
     eager_out, eager = compute(None)
-    result.actual["out"], lse = launch.forward(spec, q, k, v, aux, dropout_seed, sizes)
+    lists = lists_for(spec, aux, sizes, q, k) if listed else None
+    result.actual["out"], lse = launch.forward(spec, q, k, v, aux, dropout_seed, sizes, lists)
     result.exact["out"], result.eager["out"] = out, eager_out.to(v.dtype)
     assert lse.shape == shape[:-1] and lse.is_contiguous()
     if gradients:
         result.scale = cancelling(spec, q, k, v, aux, sizes, grad_out, lse)
         needs = [t.is_floating_point() for t in (q, k, v, *aux)]
-        found = launch.backward(spec, grad_out, q, k, v, aux, dropout_seed, result.actual["out"], lse, sizes, needs)
+        found = launch.backward(spec, grad_out, q, k, v, aux, dropout_seed, result.actual["out"], lse, sizes, needs, None, lists)
         for name, t, need, g in zip(names, (q, k, v, *aux), needs, found):
             if not need:
                 assert g.numel() == 0 and g.dtype == t.dtype

@@ -24,15 +24,6 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, "interpreting", lambda: False)
 
 
-def listed(monkeypatch):
-    """Every call of launch gets its mask's summary, as the rewritten graph gives it."""
-    forward, backward = launch.forward, launch.backward
-    lists = lambda s, q, k, aux, sizes: lists_for(s, aux, sizes, q, k)
-    monkeypatch.setattr(launch, "forward", lambda s, q, k, v, aux, seed, sizes: forward(s, q, k, v, aux, seed, sizes, lists(s, q, k, aux, sizes)))
-    monkeypatch.setattr(launch, "backward", lambda s, g, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None: backward(
-        s, g, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse, lists(s, q, k, aux, sizes)))
-
-
 def brute(s: AttentionSpec, aux, sizes, M: int, N: int) -> torch.Tensor:
     """Kinds (*extents of the mask's axes, R, C) from every element."""
     visible = evaluate(s.visible, index_grid(s, sizes, M, N, "cpu"), {a.name: t for a, t in zip(s.aux, aux)}, None, torch.float64)
@@ -82,21 +73,19 @@ def test_nothing_to_summarise(M, N, batch):
 
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("kind", ["self", "gqa", "cross"])
-def test_results_with_a_summary(name, kind, monkeypatch):
-    listed(monkeypatch)
-    run(spec(DATA[name], kind), problem(kind, 24, "float32", M=300)).within_budget()
+def test_results_with_a_summary(name, kind):
+    run(spec(DATA[name], kind), problem(kind, 24, "float32", M=300), listed=True).within_budget()
 
 
 @pytest.mark.parametrize("empty", [e.value for e in EmptyRow])
-def test_empty_rows_with_a_summary(empty, monkeypatch):
+def test_empty_rows_with_a_summary(empty):
     """Rows without a visible key, alone in their block and among others."""
     s = spec(dataclasses.replace(MORE["mean_left_padding"], empty=empty))
     p = problem("self", 16, "float32", M=300)
     q, k, v, (pad,), seed, sizes = inputs(s, p)
     pad[0, :150] = False
     pad[1] = False
-    listed(monkeypatch)
-    run(s, p, operands=(q, k, v, [pad], seed, sizes)).within_budget()
+    run(s, p, operands=(q, k, v, [pad], seed, sizes), listed=True).within_budget()
 
 
 def test_the_tiled_schedule_visits_only_what_is_listed(monkeypatch):

@@ -6,12 +6,13 @@ import itertools
 import pytest
 import torch
 
-from flashfx.codegen import gpu, launch
+from flashfx.codegen import blocks, gpu, launch
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import inputs
 
 from .cases import CORE, KINDS, MORE, problem, spec
 from .run import lse_gradient, run
+from .test_families import FAMILIES, spec as family, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 DTYPES, HEADS, LENGTHS = ("float16", "bfloat16", "float32"), (16, 40, 64, 80, 128), (37, 200, 321)
@@ -21,6 +22,26 @@ POINTS = [(v, kind, DTYPES[n % 3], HEADS[n % 5], LENGTHS[n // 5 % 3]) for n, (v,
 @pytest.mark.parametrize("variant, kind, dtype, head, length", POINTS)
 def test_cases(variant, kind, dtype, head, length):
     run(spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length), "cuda").within_budget()
+
+
+LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked] + ["global"]
+
+
+@pytest.mark.parametrize("variant, kind, dtype", [(v, list(KINDS)[n % 3], DTYPES[n % 3]) for n, v in enumerate(LISTED)])
+@pytest.mark.parametrize("length", [700, 1024])
+def test_listed(variant, kind, dtype, length):
+    """Tiles from the mask's run-time summary; captured ids are sorted, so that whole blocks are hidden and whole blocks visible."""
+    run(spec({**CORE, **MORE}[variant], kind), problem(kind, 64, dtype, M=length), "cuda", listed=True).within_budget()
+
+
+@pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
+def test_families(name):
+    """The generated summary kernel for every family of masks."""
+    s, given = family(FAMILIES[name]), tensors(257, 600, 1)
+    aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 600]
+    rows, keys = blocks.block_lists(s.mask(), [t.cuda() for t in aux], sizes, torch.device("cuda"))
+    kinds = blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu"))
+    assert torch.equal(blocks.kinds_of(rows).cpu(), kinds) and torch.equal(blocks.kinds_of(keys).cpu(), kinds.mT)
 
 
 @pytest.mark.parametrize("variant, kind, dtype", [("full", "self", "bfloat16"), ("causal", "gqa", "bfloat16"), ("softcap", "cross", "float16")])
