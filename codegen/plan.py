@@ -176,7 +176,8 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
         start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 else (64, 64, 4, 1)
     else:
         several = len(chunks(max(problem.D, problem.Dv))) > 1
-        heavy = is_heavy(spec, kernel)
+        tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
+        heavy = is_heavy(spec, kernel) or found == "mma" and kernel != "forward" and tiled
         start = START[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several or gpu.capability[0] == 12)]
         if several and found == "mma":  # an accumulator for each piece of the head: registers run out earlier
             start = {("keys", True): (16, 64, 8, 1), ("rows", True): (64, 32, 8, 2), ("forward", True): (64, 32, 8, 2),
