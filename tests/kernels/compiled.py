@@ -82,6 +82,21 @@ def _assembled(kernel, gpu: GPU) -> tuple[int, int, bool]:
     return int(re.search(r"Used (\d+) registers", log).group(1)), spilled, "wgmma.mma_async instructions are serialized" in log
 
 
+def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> Report:
+    """Compile the generated summary kernel of a mask for `gpu`."""
+    module, found, before = render.blocks_module(mask), [], driver._active
+    kernel = module.attention_blocks
+    driver.set_active(_Driver(gpu.capability[0] * 10 + gpu.capability[1]))
+    try:
+        module.attention_blocks = _Recorder(kernel, gpu, found)
+        module.kinds(aux, sizes, torch.device("cpu"))
+    finally:
+        module.attention_blocks = kernel
+        driver._active = before
+    (figures,) = found
+    return Report(*figures)
+
+
 def compile_all(text: str, problem: Problem, gpu: GPU, only: tuple[str, ...] = ()) -> list[tuple[Report, object]]:
     """Compile every kernel of a generated file for `gpu` by running its host functions without launching."""
     spec = AttentionSpec.parse(text) if isinstance(text, str) else text

@@ -7,12 +7,13 @@ from flashfx.codegen.plan import overridden
 from flashfx.compat import interpreting
 
 from .cases import CORE, MORE, problem, spec
+from .test_families import FAMILIES, spec as family, tensors
 
 pytest.importorskip("triton.backends.nvidia.compiler")
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from .compiled import BY_ARCH, compile_all  # noqa: E402
+from .compiled import BY_ARCH, compile_all, compile_blocks  # noqa: E402
 
 ALL = {**CORE, **MORE}
 SAMPLE = [
@@ -59,6 +60,12 @@ PORTABLE_ON_HOPPER = [("bfloat16", 64, "full", "self"), ("bfloat16", 128, "causa
 def test_the_portable_schedule_builds_for_hopper(dtype, head, variant, kind):
     with overridden(schedule="triton"):
         builds("sm_90", dtype, head, variant, kind)
+
+
+@pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
+def test_summaries_build_without_spilling(name):
+    s, given = family(FAMILIES[name]), tensors(257, 300, 0)
+    assert compile_blocks(s.mask(), [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300], BY_ARCH["sm_90"]).spilled == 0
 
 
 @pytest.mark.slow
