@@ -63,16 +63,15 @@ def shape(mask: AttentionSpec, sizes: Sequence[int]) -> tuple[list, list]:
     return [*sizes[:n], R, 2 + C], [*sizes[:n], C, 2 + R]
 
 
-def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> Lists:
-    """(rows, keys) as the module's docstring says. sizes = extents of the mask's axes, M, N, then its sizes."""
+def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor) -> Lists:
+    """(rows, keys) as the module's docstring says, on the device of `like`. sizes = extents of the mask's axes, M, N, then its sizes."""
     n = len(mask.axes)
     if 0 in sizes[: n + 2]:
-        return tuple(torch.zeros(s, dtype=torch.int32, device=device) for s in shape(mask, sizes))
-    if device.type == "cuda" or interpreting():
-        from .render import blocks_module
-        kinds = blocks_module(mask).kinds(aux, sizes, device)
-    else:
-        kinds = evaluated(mask, aux, sizes, device)
+        return tuple(torch.zeros(s, dtype=torch.int32, device=like.device) for s in shape(mask, sizes))
+    if like.is_cuda or interpreting():
+        from .triton_host import run_block_lists
+        return run_block_lists(mask, aux, sizes, like)
+    kinds = evaluated(mask, aux, sizes, like.device)
     return _listed(kinds), _listed(kinds.mT)
 
 
@@ -81,7 +80,7 @@ def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[
     mask, table = spec.mask(), dict(zip((*spec.axes, *spec.sizes), sizes))
     tensors = {a.name: t for a, t in zip(spec.aux, aux)}
     return block_lists(mask, [tensors[a.name] for a in mask.aux], [*(table[a] for a in mask.axes), q.shape[-2], k.shape[-2], *(table[s] for s in mask.sizes)],
-                       q.device)
+                       q)
 
 
 def _listed(kinds: torch.Tensor) -> torch.Tensor:

@@ -58,18 +58,23 @@ def _shape(items) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
-def kinds_function(mask: AttentionSpec, kernel: Kernel) -> str:
-    """Host function of the mask summary: int32 kinds of all blocks."""
+def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
+    """Host function of the mask summary: the kinds of all blocks, then lists of them by rows and by columns."""
     out = Writer()
-    with out.block("def kinds(aux, sizes, device):"):
-        out.line('"""What the mask leaves of each block (*axes, row block, key block): 0 nothing, 1 some, 2 all of it."""')
+    with out.block("def block_lists(aux, sizes, device):"):
+        out.line('"""(rows, keys), as flashfx.codegen.blocks.block_lists."""')
         if mask.aux:
             out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
         out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
-        blocks = ["triton.cdiv(M, BLOCKS['BLOCK'])", "triton.cdiv(N, BLOCKS['BLOCK'])"]
-        out.line(f"kinds = torch.empty({_shape([*(extent(a) for a in mask.axes), *blocks])}, dtype=torch.int32, device=device)")
-        kernel.call("(kinds.numel(),)", out)
-        out.line("return kinds")
+        out.line("R, C = triton.cdiv(M, BLOCKS['BLOCK']), triton.cdiv(N, BLOCKS['BLOCK'])")
+        axes = [extent(a) for a in mask.axes]
+        for name, shape in (("kinds", ["R", "C"]), ("rows", ["R", "2 + C"]), ("keys", ["C", "2 + R"])):
+            out.line(f"{name} = torch.empty({_shape([*axes, *shape])}, dtype=torch.int32, device=device)",
+                     "what the mask leaves of each block: 0 nothing, 1 some, 2 all of it" if name == "kinds" else "")
+        kernel.call(f"({count(mask.axes)} * R * C,)", out)
+        out.line(f"attention_lists[({count(mask.axes)} * R,)](kinds, rows, R * C, C, 1, R, C, **LISTS)")
+        out.line(f"attention_lists[({count(mask.axes)} * C,)](kinds, keys, R * C, 1, C, C, R, **LISTS)")
+        out.line("return rows, keys")
     return out.text
 
 

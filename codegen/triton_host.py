@@ -16,7 +16,7 @@ from . import gpu, plan
 from .descriptors import describable
 from .layout import empty_lse, empty_output
 from .load import load
-from .render import WHOLE, render
+from .render import WHOLE, blocks_module, render
 from .replay import Recording, watch_launches
 
 _CALLS: dict[tuple, "_Call"] = {}
@@ -118,6 +118,22 @@ def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool) -> Callable
     module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed)
     given = lambda *blocks: (blocks,) if listed else ()
     return lambda q, k, v, seed, rows, keys, *aux: list(module.forward(q, k, v, aux, seed, sizes, *given(rows, keys)))
+
+
+def run_block_lists(mask: AttentionSpec, aux, sizes, like: torch.Tensor):
+    """`blocks.block_lists` on a GPU or in Triton's interpreter."""
+    operands = (like, *aux)
+    layout = [(t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in aux]
+    return tuple(_call((mask, "lists", *layout, like.device, *sizes), functools.partial(_block_lists, mask, tuple(sizes), like.device))(operands))
+
+
+def _block_lists(mask: AttentionSpec, sizes, device) -> Callable:
+    """The function of (like, *aux) for operands like these."""
+    if device.type == "cpu":
+        compat.repair_interpreter()
+    module = blocks_module(mask)
+    watch_launches(module)
+    return lambda like, *aux: list(module.block_lists(aux, sizes, device))
 
 
 def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None, blocks=None):

@@ -57,7 +57,7 @@ def attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, 
 
 
 def block_lists(like, aux, sizes, mask):
-    return blocks.block_lists(AttentionSpec.parse(mask), aux, sizes, like.device)
+    return blocks.block_lists(AttentionSpec.parse(mask), aux, sizes, like)
 
 
 _library.impl("attention", attention, "CompositeExplicitAutograd")

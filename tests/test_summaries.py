@@ -239,3 +239,28 @@ def test_in_float64_and_with_a_mask_that_needs_a_gradient():
     exact = torch.autograd.grad(additive(*doubles), (doubles[0], doubles[3]), g.double())
     for a, b, c in zip(found, eager, exact):
         assert_within(a, b, c, max(t.abs().max().item() for t in exact))
+
+
+def lengths(q, k, v, pad):
+    visible = pad[:, None, None, :].expand(-1, 1, q.shape[-2], -1)
+    return attention(q, k, v, torch.zeros(visible.shape).masked_fill(~visible, float("-inf")))
+
+
+def test_one_compilation_serves_many_shapes():
+    """Lengths around a block's, other lengths of queries than of keys, one query, one key, no batch."""
+    compiled = torch.compile(lengths, backend="flashfx", dynamic=True, options={"inner": "aot_eager"})
+    for batch, M, keys in ((2, 200, 300), (3, 257, 513), (2, 300, 128), (1, 129, 127), (2, 1, 300), (2, 300, 1), (0, 130, 140)):
+        q, k, v = rand(batch, 3, M, 16), rand(batch, 3, keys, 16), rand(batch, 3, keys, 16)
+        pad = torch.rand(batch, keys, generator=torch.Generator().manual_seed(M)) < 0.02
+        pad[:, keys // 2] = True
+        if batch:
+            check(lengths, compiled, (q, k, v, pad))
+        else:
+            assert compiled(q, k, v, pad).shape == (0, 3, M, 16)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_recomputed_under_a_memory_budget(budget):
+    from torch._functorch import config
+    with config.patch(activation_memory_budget=budget):
+        check(packed, torch.compile(packed, backend="flashfx"), (*operands(), DOC))

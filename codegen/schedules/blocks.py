@@ -19,6 +19,38 @@ ROWS = 32
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
+LISTS = '''@triton.jit
+def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, count, WIDTH: tl.constexpr):
+    """One program: one line of blocks as a list: how many are partial, how many full; then the partial, the full and the empty ones."""
+    line = tl.program_id(0)
+    kinds = Kinds + tl.cast(line // lines, tl.int64) * stride_z + line % lines * stride_line
+    listed = Lists + tl.cast(line, tl.int64) * (count + 2)
+    partial = line * 0
+    full = line * 0
+    for start in tl.range(0, count, WIDTH):
+        block = start + tl.arange(0, WIDTH)
+        kind = tl.load(kinds + block * stride_block, mask=block < count, other=0)
+        partial += tl.sum((kind == 1).to(tl.int32), 0)
+        full += tl.sum((kind == 2).to(tl.int32), 0)
+    tl.store(listed, partial)
+    tl.store(listed + 1, full)
+    next_partial = line * 0 + 2
+    next_full = 2 + partial
+    next_empty = 2 + partial + full
+    for start in tl.range(0, count, WIDTH):
+        block = start + tl.arange(0, WIDTH)
+        kind = tl.load(kinds + block * stride_block, mask=block < count, other=3)
+        is_partial = (kind == 1).to(tl.int32)
+        is_full = (kind == 2).to(tl.int32)
+        is_empty = (kind == 0).to(tl.int32)
+        tl.store(listed + next_partial + tl.cumsum(is_partial, 0) - 1, block, mask=kind == 1)
+        tl.store(listed + next_full + tl.cumsum(is_full, 0) - 1, block, mask=kind == 2)
+        tl.store(listed + next_empty + tl.cumsum(is_empty, 0) - 1, block, mask=kind == 0)
+        next_partial += tl.sum(is_partial, 0)
+        next_full += tl.sum(is_full, 0)
+        next_empty += tl.sum(is_empty, 0)'''
+"""The kernel that makes lists of the kinds; it runs along the rows or, with the strides exchanged, along the columns of blocks."""
+
 
 def blocks_kernel(mask: AttentionSpec) -> Kernel:
     """kinds[*axes, row block, key block]: 0 where nothing is visible, 2 where everything is (all keys existing), else 1."""

@@ -82,19 +82,18 @@ def _assembled(kernel, gpu: GPU) -> tuple[int, int, bool]:
     return int(re.search(r"Used (\d+) registers", log).group(1)), spilled, "wgmma.mma_async instructions are serialized" in log
 
 
-def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> Report:
-    """Compile the generated summary kernel of a mask for `gpu`."""
+def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> list[Report]:
+    """Compile the generated summary kernels of a mask for `gpu`."""
     module, found, before = render.blocks_module(mask), [], driver._active
-    kernel = module.attention_blocks
+    kernels = module.attention_blocks, module.attention_lists
     driver.set_active(_Driver(gpu.capability[0] * 10 + gpu.capability[1]))
     try:
-        module.attention_blocks = _Recorder(kernel, gpu, found)
-        module.kinds(aux, sizes, torch.device("cpu"))
+        module.attention_blocks, module.attention_lists = (_Recorder(k, gpu, found) for k in kernels)
+        module.block_lists(aux, sizes, torch.device("cpu"))
     finally:
-        module.attention_blocks = kernel
+        module.attention_blocks, module.attention_lists = kernels
         driver._active = before
-    (figures,) = found
-    return Report(*figures)
+    return [Report(*figures) for figures in found]
 
 
 def compile_all(text: str, problem: Problem, gpu: GPU, only: tuple[str, ...] = ()) -> list[tuple[Report, object]]:

@@ -161,9 +161,9 @@ def test_listed_kinds(variant):
         for shift in (0, 2 ** 40):
             read = [given[a.name] + shift if given[a.name].dtype == torch.int64 else given[a.name] for a in mask.aux]
             extents = [*(sizes[s.axes.index(a)] for a in mask.axes), M, N]
-            rows, keys = blocks.block_lists(mask, read, extents, torch.device("cpu"))
+            rows, keys = blocks.block_lists(mask, read, extents, torch.empty(0, device="cpu"))
             kinds = blocks.evaluated(mask, read, extents, torch.device("cpu"))
-            assert torch.equal(blocks.kinds_of(rows), kinds) and torch.equal(blocks.kinds_of(keys), kinds.mT)
+            assert torch.equal(rows, blocks._listed(kinds)) and torch.equal(keys, blocks._listed(kinds.mT))
 
 
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
@@ -172,8 +172,8 @@ def test_listed_families(name):
     s = family(FAMILIES[name])
     given = tensors(257, 300, 1)
     aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300]
-    rows, _ = blocks.block_lists(s.mask(), aux, sizes, torch.device("cpu"))
-    assert torch.equal(blocks.kinds_of(rows), blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu")))
+    rows, _ = blocks.block_lists(s.mask(), aux, sizes, torch.empty(0, device="cpu"))
+    assert torch.equal(rows, blocks._listed(blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu"))))
 
 
 SHAPES = {

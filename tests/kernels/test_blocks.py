@@ -67,7 +67,7 @@ def test_masks_that_need_no_summary(name):
 @pytest.mark.parametrize("M, N, batch", [(0, 300, 2), (300, 0, 2), (300, 300, 0)])
 def test_nothing_to_summarise(M, N, batch):
     s = spec(CORE["padding"])
-    rows, keys = block_lists(s.mask(), [torch.ones(batch, N, dtype=torch.bool)], [batch, M, N], torch.device("cpu"))
+    rows, keys = block_lists(s.mask(), [torch.ones(batch, N, dtype=torch.bool)], [batch, M, N], torch.empty(0, device="cpu"))
     assert rows.shape == (batch, -(-M // BLOCK), 2 + -(-N // BLOCK)) and keys.shape == (batch, -(-N // BLOCK), 2 + -(-M // BLOCK))
 
 

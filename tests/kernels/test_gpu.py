@@ -39,7 +39,7 @@ def test_families(name):
     """The generated summary kernel for every family of masks."""
     s, given = family(FAMILIES[name]), tensors(257, 600, 1)
     aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 600]
-    rows, keys = blocks.block_lists(s.mask(), [t.cuda() for t in aux], sizes, torch.device("cuda"))
+    rows, keys = blocks.block_lists(s.mask(), [t.cuda() for t in aux], sizes, torch.empty(0, device="cuda"))
     kinds = blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu"))
     assert torch.equal(blocks.kinds_of(rows).cpu(), kinds) and torch.equal(blocks.kinds_of(keys).cpu(), kinds.mT)
 
