@@ -31,7 +31,8 @@ Family = tuple[torch.Tensor, Expr, int]
 
 def data(v: Value, vg: ValueGraph) -> torch.Tensor | None:
     """The tensor on the CPU if it is the same in every call, else None."""
-    known: dict[Value, torch.Tensor | None] = vg.__dict__.setdefault("_constant_data", {})
+    varying: set[Value] = vg.__dict__.setdefault("_varying", set())  # kept for the next question; tensors are not
+    known: dict[Value, torch.Tensor | None] = dict.fromkeys(varying)
     todo = [v]
     while todo:
         x = todo[-1]
@@ -47,6 +48,7 @@ def data(v: Value, vg: ValueGraph) -> torch.Tensor | None:
                 todo.append(missing[0])
         else:
             known[x] = None if any(known[y] is None for y in x.inputs) else _computed(x, known)
+    varying.update(x for x, found in known.items() if found is None)
     return known[v]
 
 
@@ -61,11 +63,12 @@ def _computed(v: Value, known: dict) -> torch.Tensor | None:
     if "device" in kwargs:
         kwargs["device"] = "cpu"
     try:
-        result = v.op(*args, **kwargs)
+        with torch.no_grad(), torch._C._DisableAutocast():  # the recorded calls stand below both
+            result = v.op(*args, **kwargs)
     except (RuntimeError, NotImplementedError):  # no kernel on the CPU: then it is a tensor like any other
         return None
     result = result[v.out] if isinstance(result, (tuple, list)) else result
-    return result if isinstance(result, torch.Tensor) and tuple(result.shape) == v.shape else None
+    return result if isinstance(result, torch.Tensor) and (tuple(result.shape), result.dtype) == (v.shape, v.dtype) else None
 
 
 def dim(d: int) -> Var:

@@ -40,6 +40,7 @@ def check(e, *, train=False, **options):
     sites = SITES.get(e.name, 2)
     assert [str(r) for r in backend.refusals] == []
     assert backend.before == backend.fused, "sites are counted in the Dynamo graphs, without our finder"
+    assert backend.matrices == [], "masks are derived: no tensor with an element for every query and key is made for them"
     # layerdrop breaks the graph in every layer, and layers share what is compiled
     assert backend.before == sites or train and e.name == "speech_to_text" and 3 <= backend.before <= sites
     over, where = worst(*results)
