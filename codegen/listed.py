@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..expr import Const, Var
+from ..expr import Const
 from ..spec import BLOCK
 from .parts import Loops, Site, flatten
 from .program import Program
