@@ -82,7 +82,7 @@ def run(model, call, kwargs, backward: bool = True) -> dict[str, torch.Tensor]:
     return found
 
 
-class _InDouble(TorchFunctionMode):
+class InDouble(TorchFunctionMode):
     """float32 asked for by name becomes float64: models take their softmax in float32 whatever they are cast to."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -100,7 +100,7 @@ def exactly(model, kwargs, call) -> dict[str, torch.Tensor] | None:
         model.set_experts_implementation("eager")  # grouped_mm knows no float64
     torch.set_default_dtype(torch.float64)  # for the masks and tables that models make
     try:
-        with _InDouble():
+        with InDouble():
             found = run(model, call(model), {k: move(v) for k, v in kwargs.items()})
     except (RuntimeError, TypeError):
         return None
