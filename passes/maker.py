@@ -12,6 +12,12 @@ from .views import VIEWS, step_through
 aten = torch.ops.aten
 
 
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The shape of a @ b for tensors of one rank. PyTorch's own, found by folding batch dims, is b * h // b for h with symbolic sizes."""
+    batch = [y if same(size(x), 1) else x for x, y in zip(a.shape[:-2], b.shape[:-2])]
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]))
+
+
 class Maker:
     """Makes values that belong to the node of `owner`."""
 
@@ -21,7 +27,7 @@ class Maker:
     def __call__(self, op, *args, **kwargs) -> Value:
         fakes = torch.utils._pytree.tree_map_only(Value, lambda v: v.fake, (args, kwargs))
         with self.vg.looking(), torch.no_grad():
-            fake = op(*fakes[0], **fakes[1])
+            fake = _matmul(*fakes[0]) if op is aten.matmul.default else op(*fakes[0], **fakes[1])
         v = Value(op, args, kwargs, 0, fake, self.owner.owner, len(self.vg.values), self.owner.grad)
         self.vg.values.append(v)
         return v
