@@ -23,7 +23,7 @@ from .pull import Puller, gradient_ends
 from .rules import PRODUCTS, Product
 from .softmax import Softmax, softmax_of
 from .values import Refused, Value, ValueGraph, upstream
-from .weights import Dropped, kept_keys, sink_of, walk_weights
+from .weights import Dropped, LogSum, kept_keys, log_sums, sink_of, walk_weights
 
 BATCH_NAMES = ("b", "h", "g", "x", "y", "z")
 
@@ -34,6 +34,7 @@ class Lifted:
 
     sink    a further score of each row that takes part in the softmax only (an attention sink): with w the weight exp(sink), the
             output is the spec's times sum exp(s) / (sum exp(s) + w) = sigmoid(lse - sink)
+    log_sums  log-sum-exps of the scores that other parts of the graph read, and our op yields
     """
 
     spec: AttentionSpec
@@ -48,6 +49,7 @@ class Lifted:
     random: tuple | None = None
     product: Value | None = None
     sink: list[Operand] | None = None
+    log_sums: list[LogSum] = field(default_factory=list)
 
 
 @dataclass
@@ -151,7 +153,7 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     score = puller.pull(scores, at)
     safe = site.weights.name == "_safe_softmax.default"
     column = None if sink is None else (column, tuple(Affine() if d == dim else a for d, a in enumerate(at)))
-    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column, kept)
+    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column, kept, at)
     lifted.out_dims = [*frame.dims, frame.rows, ["e"]] if side == 0 else [*frame.dims, ["e"], frame.rows]
     return lifted
 
@@ -200,7 +202,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
 
 # ---------------------------------------------------------------------------------------------------- common part
 
-def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None, kept=()) -> Lifted:
+def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=()) -> Lifted:
     product, grad = puller.product, site.out.grad
     if product is None and puller.splits:
         raise puller.splits.get("i", puller.splits.get("j"))  # rows may fold other axes; lift refuses what it cannot unfold
@@ -258,7 +260,11 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         if not found:
             raise Refused(f"the {name} operand is no view with batch, position and head-size dims", site.out,
                           f"the {name} may depend on batch axes, its position and the head's channels")
-    score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score, shiftable=column is None)
+    served = [] if soft is None or column is not None or hiding or any(math.isfinite(f.value) for f in fills) else \
+        log_sums(soft, weights_at, vg, site.out.owner, {n: e for n, e in extents.items() if n in (*batch, "i", "j")})
+    if grad and any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in score.loads):
+        served = []  # no kernel yields the gradients of both
+    score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score, shiftable=column is None and not served)
     if shown == TRUE:
         empty = EmptyRow.NAN
     sink = None
@@ -287,7 +293,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         axes=tuple(renamed[n] for n in batch), q=depends(q), k=depends(k), v=depends(v), score=score, visible=shown,
         empty_row=empty, empty_over=over, dropout=float(p), aux=tuple(aux), sizes=tuple(name for _, name in sizes))
     random = None if dropped is None else (dropped.value, dropped.order({n: extents[n] for n in (*batch, "i", "j")}))
-    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink)
+    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink, served)
 
 
 def _empty_rows_known(site: Site, vg: ValueGraph, soft: Softmax | None, finite: bool) -> None:

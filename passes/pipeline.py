@@ -45,7 +45,7 @@ def _described(operand: Operand) -> str:
 
 def _cut(found: dict[Site, Lifted]) -> dict[Value, list[Value]]:
     """The outputs that will come from our op, and what the op reads instead."""
-    return {site.out: _reads(lifted) for site, lifted in found.items()}
+    return {v: _reads(lifted) for site, lifted in found.items() for v in (site.out, *(s.value for s in lifted.log_sums))}
 
 
 def _reads(lifted: Lifted) -> list[Value]:

@@ -16,6 +16,7 @@ from .emit import Emitter, follow_views
 from .find import Site
 from .lift import Lifted
 from .values import Refused, Value, ValueGraph
+from .weights import LogSum
 
 SEED_RANGE = 2 ** 62
 
@@ -57,7 +58,7 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, sites: dict[Site, Lifted], seeds:
             for x in value.inputs:
                 anchor(x)
 
-    replaced: dict[fx.Node, fx.Node] = {}
+    replaced = {emit.vg.holders(s.value)[0]: o.log_sum(s) for o in outputs for s in o.lifted.log_sums}
     for holder in holders:
         value = vg.timeline[holder][0][1]
         if holder.users:
@@ -68,11 +69,12 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, sites: dict[Site, Lifted], seeds:
 
 @dataclass
 class _Output:
-    """The op's result for one site: `node`, with one dim per axis of `axes`."""
+    """The results of one site's `op`: `node` is the attention, with one dim per axis of `axes`."""
 
     emit: Emitter
     site: Site
     lifted: Lifted
+    op: fx.Node
     node: fx.Node
     axes: list[str]
 
@@ -89,6 +91,12 @@ class _Output:
             node = emit.method("squeeze", node, left.index(n))
             left.remove(n)
         return self._cast(emit.result(node, left, dims, lifted.extents))
+
+    def log_sum(self, wanted: LogSum) -> fx.Node:
+        """The op's log-sum-exp in the shape that the model reads."""
+        lse = self.emit.call(operator.getitem, self.op, 1)
+        node = self.emit.result(lse, self.axes[:-1], [list(d) for d in wanted.dims], self.lifted.extents)
+        return node if node.meta["example_value"].dtype == wanted.value.dtype else self.emit.method("to", node, wanted.value.dtype)
 
     def _cast(self, node: fx.Node) -> fx.Node:
         return node if self.lifted.v[0].value.dtype == self.site.out.dtype else self.emit.method("to", node, self.site.out.dtype)
@@ -115,7 +123,7 @@ def _attention(emit: Emitter, site: Site, lifted: Lifted, seeds: dict, summaries
         out = _with_sink(emit, op, out, emit.operand(lifted.sink)[0], lifted.v[0].value.dtype)
     if changed:
         out = emit.call(torch.ops.aten.clone.default, out)
-    return _Output(emit, site, lifted, out, [*lifted.dims, "i", "e"])
+    return _Output(emit, site, lifted, op, out, [*lifted.dims, "i", "e"])
 
 
 def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:

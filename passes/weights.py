@@ -4,15 +4,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from flashfx.expr import BOOL, TRUE, Expr, call, cast
 
 from .find import DROPOUTS
 from .index import Affine, Index, Size, broadcast, same, size
 from .masks import normal_condition
+from .operands import radix
 from .pull import Puller, gradient_ends
-from .softmax import is_rounding, same_values, softmax_of, unshifted
-from .values import Refused, Value
+from .softmax import Softmax, is_rounding, same_values, softmax_of, unshifted
+from .values import Refused, Value, ValueGraph
 from .views import step_through
 
 
@@ -86,6 +88,34 @@ def kept_keys(kept: list[Kept], puller: Puller) -> Expr:
         e = cast(puller.pull(k.condition, broadcast(k.at, [size(s) for s in k.condition.shape])), BOOL)
         found = call("and", found, call("not", e) if k.opposite else e)
     return normal_condition(found, puller)
+
+
+@dataclass(frozen=True)
+class LogSum:
+    """logsumexp of the site's scores, read elsewhere: `value`, whose dims are products of axes ([]: extent 1)."""
+
+    value: Value
+    dims: tuple[tuple[str, ...], ...]
+
+
+def log_sums(soft: Softmax, at: Index, vg: ValueGraph, owner: fx.Node, extents: dict[str, Size]) -> list[LogSum]:
+    """What the op's own log-sum-exp can serve: read only behind the second product, in front of which the op will stand."""
+    found = []
+    for v in vg.users()[soft.scores]:
+        if v.name != "logsumexp.default" or [d % len(soft.scores.shape) for d in v.args[1]] != [soft.dim] or v in vg.superseded:
+            continue
+        holders = vg.holders(v)
+        early = any(vg.steps[user] <= vg.steps[owner] for n in holders for user in n.users)
+        if len(holders) != 1 or early or holders[0] in vg.changing or len(vg.timeline[holders[0]]) > 1:
+            continue
+        dims = [radix(a, extents) if a.constant == 0 else None for d, a in enumerate(at) if d != soft.dim]
+        if any(d is None for d in dims):
+            continue
+        if v.argument(2, "keepdim", False):
+            dims.insert(soft.dim, [])
+        if sorted(n for d in dims for n in d) == sorted(n for n in extents if n not in ("j", "d", "e")):
+            found.append(LogSum(v, tuple(map(tuple, dims))))
+    return found
 
 
 def sink_of(weights: Value, over: Affine, n: Size) -> tuple[Value, Value] | None:

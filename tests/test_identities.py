@@ -106,6 +106,43 @@ def test_one_spec(name):
     assert str(region.spec) == str(plain.spec)
 
 
+def logits(q, k, v):
+    x = s(q, k).masked_fill(causal() == 0, -math.inf)
+    return x.softmax(-1) @ v, x.logsumexp(-1), torch.logsumexp(x, -1, keepdim=True) * 2
+
+
+def gated_by_the_sum(q, k, v):
+    x = s(q, k) + 3.0
+    return x.softmax(-1) @ v * x.logsumexp(-1).sigmoid()[..., None]
+
+
+@pytest.mark.parametrize("fn", (logits, gated_by_the_sum), ids=lambda f: f.__name__)
+def test_log_sum_exp_is_served(fn):
+    """The scores themselves are no longer computed. A number added to all scores counts here."""
+    regions = compare(fn, *qkv())
+    assert [r.fused for r in regions] == [True]
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(gm, example_inputs):
+        from flashfx.passes.pipeline import rewrite
+        rewrite(gm)
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(fn, backend=backend)(*qkv())
+    names = [str(n.target) for n in graphs[0].graph.nodes]
+    assert not any("matmul" in n or "logsumexp" in n or "softmax" in n for n in names), names
+
+
+def test_log_sum_exp_of_hidden_rows_is_left_alone():
+    """A finite constant shows in the log-sum-exp of a row that it hides entirely; ours has no such rows."""
+    mask = keep(B, 1, M, N)
+    mask[0, 0, 1] = False
+    fn = lambda q, k, v, m: (lambda x: (x.softmax(-1) @ v, x.logsumexp(-1)))(s(q, k).masked_fill(~m, LOWEST))
+    assert [r.fused for r in compare(fn, *qkv(), mask)] == [True]
+
+
 def test_late_and_dynamic():
     regions = compare(lambda q, k, v: late(shifted(s(q, k)), v), *qkv(), dynamic=True)
     assert [r.fused for r in regions] == [True]
