@@ -100,6 +100,8 @@ def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[V
             new = make(v.op, *args, **v.kwargs)
             make.redefine(below, make(changed.op, again(make, path, new), scale))
             return [new]
+        if values.dtype == torch.float16 and factor.dtype != torch.bool:
+            return []  # small weights times large factors may fit where values times large factors overflow
         if row.axes & axes or draws(inside) or (row.single, column.single) not in ((frame[-2], frame[-1]), (frame[-1], frame[-2])):
             continue
         batch = frame[:-2]

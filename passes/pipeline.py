@@ -127,6 +127,7 @@ def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[di
     """lift, check, plan and verify each site; what may be spliced, and why the others may not."""
     found: dict[Site, Lifted] = {}
     problems: dict[Site, Problem] = {}
+    planned: dict[tuple, str | None] = {}
     for site in sites:
         stage = "lift"
         try:
@@ -134,7 +135,10 @@ def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[di
             stage = "check"
             problem = check(site, lifted, vg.shape_env, dropout_allowed)
             stage = "plan"
-            if why_not is not None and (reason := why_not(lifted.spec, problem, site.out.fake.device)) is not None:
+            key = (lifted.spec, problem, site.out.fake.device)  # repeated layers are planned once
+            if why_not is not None and key not in planned:
+                planned[key] = why_not(*key)
+            if (reason := planned.get(key)) is not None:
                 raise Refused(reason, site.out, "use another dtype or head size, or run this model without FlashFX on this device")
             stage = "verify"
             if verify and (skipped := validate(site, lifted, vg)) is not None:

@@ -42,6 +42,10 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, sites: dict[Site, Lifted], seeds:
     first = next(iter(sites))
     owner = first.out.owner
     emit = Emitter(gm, vg, owner, first.out.grad)
+    if any(at == vg.steps[owner] and n is not owner and (n.op in ("placeholder", "get_attr") or any(vg.steps[u] > at for u in n.users))
+           for n in vg.timeline for at, _ in vg.timeline[n]):
+        raise Refused("the last step of the attention writes into a tensor that is read under another name", first.out,
+                      "write it out of place: out = out / total, out = weights @ values")
     holders = [n for n in vg.timeline if (n is owner or owner in n.all_input_nodes) and vg.timeline[n][0][1].owner is owner]
     changed = any(len(vg.timeline[n]) > 1 for n in holders)
     outputs = [_attention(emit, site, lifted, seeds, summaries.get(site), changed) for site, lifted in sites.items()]

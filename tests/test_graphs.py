@@ -102,6 +102,19 @@ def test_checkpointed_layers(reentrant):
     same(fn, tokens(), params=layers.parameters(), sites=3)
 
 
+def test_repeated_layers_are_planned_once():
+    """One spec, one plan: what a site costs at compile time is asked for once."""
+    from flashfx.passes.pipeline import rewrite
+    layers, asked, regions = nn.Sequential(*(Attention() for _ in range(5))), [], []
+
+    def backend(gm, example_inputs):
+        regions.extend(rewrite(gm, why_not=lambda *key: asked.append(key)))
+        return gm.forward
+
+    torch.compile(layers, backend=backend)(tokens())
+    assert len(regions) == 5 and all(r.fused for r in regions) and len({r.spec for r in regions}) == 1 and len(asked) == 1
+
+
 def test_nested_compile_regions():
     """One body for all layers (invoke_subgraph), rewritten once."""
     attend = torch.compiler.nested_compile_region(plain)

@@ -142,6 +142,14 @@ def a_padded_column(q, k, v, c):
     return F.pad(scores(q, k), (0, 1)).softmax(-1)[..., :-1] @ v
 
 
+@row("the last step of the attention writes into a tensor that is read under another name", lambda: qkv(False), stage="splice")
+def normalised_late_in_place(q, k, v):
+    e = scores(q, k).exp()
+    out = e @ v
+    out.div_(e.sum(-1, keepdim=True))
+    return out
+
+
 # ------------------------------------------------------------------------------------------- gradients
 
 @row(GRADIENT)
