@@ -64,13 +64,12 @@ def check(program: Program, inner: str = "eager") -> Outcome:
         if r.refusal is not None and "internal error" in r.refusal.reason:
             raise Wrong(f"{r.refusal}\n{program}")
     exact = _exactly(fn, args)
-    perturbed = [run(fn, args, perturb=seed) for seed in (1, 2, 3)]
     wanted = [n for n, t in program.inputs.items() if t.requires_grad]
     results = len(eager) - len(args) - (len(wanted) if len(eager) > len(args) + 1 else 0)
     # eager's rows without any visible key are NaN and make every gradient of k and v NaN; ours pass none on
     poisoned = any(t is not None and t.is_floating_point() and t.isnan().any() for t in eager[: max(results, 1)])
     scale = max([largest(t) for t in exact if t is not None and t.is_floating_point()], default=0.0)
-    for n, (a, b, c, *moved) in enumerate(zip(compiled, eager, exact, *perturbed, strict=True)):
+    for n, (a, b, c) in enumerate(zip(compiled, eager, exact, strict=True)):
         if n >= results + len(args) and poisoned:
             break
         if a is None or b is None:
@@ -79,9 +78,15 @@ def check(program: Program, inner: str = "eager") -> Outcome:
         elif not b.is_floating_point():
             if not torch.equal(a, b):
                 raise Wrong(f"result {n} differs\n{_shown(backend, program)}")
-        elif b.numel() and (over := min(excess(a, e, c, scale, d) for d in moved for e in (b, d))) > _bands(b, eager):
+        elif b.numel() and excess(a, b, c, scale) > 1.0 and (over := _over(n, compiled, eager, exact, scale, fn, args)) > _bands(b, eager):
             raise Wrong(f"result {n} of {len(eager)} ({results} outputs) is over the budget by {over:.3g} rounding bands\n{_shown(backend, program)}")
     return Outcome(backend.regions)
+
+
+def _over(n: int, compiled, eager, exact, scale: float, fn, args) -> float:
+    """The excess of result n over the budget, beside eager for inputs that are off by rounding."""
+    moved = [run(fn, args, perturb=seed)[n] for seed in (1, 2, 3)]
+    return min(excess(compiled[n], e, exact[n], scale, d) for d in moved for e in (eager[n], d))
 
 
 def _bands(t: torch.Tensor, results: list[torch.Tensor | None]) -> float:
