@@ -79,6 +79,8 @@ class Emitter(Held):
             for p in parts[1:]:
                 out = self.call(fold, out, p)
             return out
+        if isinstance(s, sympy.Pow) and s.exp.is_Integer and s.exp > 1:
+            return self.call(operator.pow, self.size(size(s.base)), int(s.exp))
         raise Refused(f"no node of the graph holds the size {s}")
 
     def number(self, x: torch.SymFloat) -> fx.Node:
@@ -130,6 +132,9 @@ class Emitter(Held):
         if chosen is None:
             chosen = next((o for o in reversed(candidates) if self.can(o.value)), candidates[-1])
         node = self.value(chosen.value)
+        later = any(at >= self.step for holder in self.vg.holders(chosen.value) for at, _ in self.vg.timeline[holder])
+        if later and self.grad:  # our backward will still read it; the original saved what it made of it
+            node = self.call(_aten.clone.default, node)
         for name, *args in chosen.steps:
             args = [tuple(self.size(a) for a in arg) if isinstance(arg, tuple) else self.size(arg) for arg in args]
             node = self.method(name, node, *args)

@@ -76,6 +76,8 @@ def head_size(x) -> int:
         return size(x)
     if not x.node.has_hint():
         raise NotAffine(f"the head size {x} depends on data")
+    for symbol in x.node.expr.free_symbols:  # the hidden size, where heads are a part of it
+        x.node.shape_env.evaluate_expr(symbol)
     int(x)
     if isinstance(size(x), int):
         raise Specialised

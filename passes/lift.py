@@ -14,15 +14,16 @@ import torch
 from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
 from flashfx.spec import AttentionSpec, Aux, EmptyRow
 
-from .find import DROPOUTS, Site, carries, has_product_above, is_rounding, same_values, softmax_of, unshifted
+from .find import DROPOUTS, Site, carries, has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
-from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms
+from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms, unpeeled
 from .operands import Operand, arrange, trace_back
 from .pull import Puller, gradient_ends
 from .rules import PRODUCTS, Product
+from .softmax import Softmax, softmax_of
 from .values import Refused, Value, ValueGraph, upstream
-from .views import step_through
+from .weights import Dropped, LogSum, kept_keys, log_sums, sink_of, walk_weights
 
 BATCH_NAMES = ("b", "h", "g", "x", "y", "z")
 
@@ -33,6 +34,7 @@ class Lifted:
 
     sink    a further score of each row that takes part in the softmax only (an attention sink): with w the weight exp(sink), the
             output is the spec's times sum exp(s) / (sum exp(s) + w) = sigmoid(lse - sink)
+    log_sums  log-sum-exps of the scores that other parts of the graph read, and our op yields
     """
 
     spec: AttentionSpec
@@ -47,6 +49,7 @@ class Lifted:
     random: tuple | None = None
     product: Value | None = None
     sink: list[Operand] | None = None
+    log_sums: list[LogSum] = field(default_factory=list)
 
 
 @dataclass
@@ -120,19 +123,20 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     extents = {**frame.extents, "j": n, "e": head_size(values.shape[-1 if side == 0 else -2])}
     batch = tuple(frame.index(dim) for dim in frame.dims)
     i, j, e = frame.index(frame.rows), Affine.axis("j"), Affine.axis("e")
-    weights_at = (*batch, i, j) if side == 0 else (*batch, j, i)
-    values_at = (*batch, j, e) if side == 0 else (*batch, e, j)
-    at, dropped = _walk_weights(weights, weights_at, site.weights, extents, out.grad)
-    scores, dim = softmax_of(site.weights)
+    weights_at = broadcast((*batch, i, j) if side == 0 else (*batch, j, i), [size(s) for s in weights.shape])
+    values_at = broadcast((*batch, j, e) if side == 0 else (*batch, e, j), [size(s) for s in values.shape])
+    at, dropped, kept = walk_weights(weights, weights_at, site.weights, extents, out.grad)
+    soft = softmax_of(site.weights)
+    scores, dim = soft.scores, soft.dim
     over = at[dim]
     if not (over.single == "j" or same(n, 1) and not over.terms and over.constant == 0):
-        if over.terms and over.single is None and "j" in over.axes and _sink(site.weights, over, n) is None:
+        if over.terms and over.single is None and "j" in over.axes and sink_of(site.weights, over, n) is None:
             raise Refused("the softmax and the second product see different keys", site.weights,
                           "weights that are cut, strided or mixed with other axes after the softmax are not supported")
-        if _sink(site.weights, over, n) is None:
+        if sink_of(site.weights, over, n) is None:
             raise Refused(f"the softmax runs over dim {dim}, the second product sums over another axis", site.weights,
                           "this is attention only if the softmax normalises over the keys")
-    sink = _sink(site.weights, over, n)
+    sink = sink_of(site.weights, over, n)
     if sink is not None:
         scores, column = sink
     elif over.single == "j" and not same(own := size(site.weights.shape[dim]), n):
@@ -149,67 +153,13 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     score = puller.pull(scores, at)
     safe = site.weights.name == "_safe_softmax.default"
     column = None if sink is None else (column, tuple(Affine() if d == dim else a for d, a in enumerate(at)))
-    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column)
+    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column, kept, at)
     lifted.out_dims = [*frame.dims, frame.rows, ["e"]] if side == 0 else [*frame.dims, ["e"], frame.rows]
     return lifted
 
 
-def _sink(weights: Value, over: Affine, n: Size) -> tuple[Value, Value] | None:
-    """(scores, column) if the softmax runs over the scores of n keys and one column beside them, whose weight is dropped.
-
-    before -> after: softmax(cat([s, c], -1) - amax)[..., :-1] -> s, c
-    """
-    scores, dim = softmax_of(weights)
-    joined = same_values(unshifted(same_values(scores), dim))
-    if joined.name != "cat.default" or joined.argument(1, "dim", 0) % len(joined.shape) != dim or len(joined.args[0]) != 2:
-        return None
-    first, second = joined.args[0]
-    scores, column = (first, second) if over.constant == 0 else (second, first)
-    shapes = [size(scores.shape[dim]), size(column.shape[dim])]
-    plain = over.terms == Affine.axis("j").terms and over.constant in (0, 1)
-    return (scores, column) if plain and same(shapes[0], n) and same(shapes[1], 1) else None
-
-
 def is_zero(x) -> bool:
     return isinstance(x, (int, float)) and x == 0
-
-
-@dataclass
-class _Dropped:
-    """Where dropout stands: the value that draws the random numbers, p, and the index at which the site reads it."""
-
-    value: Value
-    p: object
-    at: Index = ()
-
-    def order(self, axes: dict[str, Size]) -> tuple:
-        """Equal for sites that meet the same random numbers in the same order."""
-        linear = Affine()
-        for a, s in zip(self.at, self.value.shape):
-            linear = linear * size(s) + a
-        weights = dict(linear.terms)
-        return (linear.constant, *((s, weights.get(n, 0)) for n, s in axes.items()))
-
-
-def _walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> tuple[Index, _Dropped | None]:
-    """From the second product up to the softmax: views, casts and one dropout."""
-    dropped = None
-    while v is not weights:
-        if grad and v.stops_gradient:
-            raise gradient_ends(v)
-        through = step_through(v, at, extents)
-        if through is not None:
-            v, at = through
-        elif is_rounding(v):
-            v = v.args[0]
-        elif v.name in DROPOUTS and dropped is None:
-            if any(not same(e, 1) and not any(n in a.axes for a in at) for n, e in extents.items() if n != "e"):
-                raise Refused("one dropout is repeated along an axis of the attention", v, "repeat the weights first, or drop each weight")
-            dropped, v = _Dropped(v, v.args[1], at), v.args[0]
-        else:
-            raise Refused(f"the attention weights are changed by {v.name.partition('.')[0]} before the second product", v,
-                          "only casts, views and one dropout may stand between softmax and the second product")
-    return at, dropped
 
 
 def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
@@ -245,19 +195,19 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
         else:
             score = puller.apply("add", [score, m], q.dtype)
     lifted = _finish(site, vg, frame, puller, score, visible, True, v, at(v, heads(v), j, e),
-                     _Dropped(call_, p) if number(p) else None)
+                     Dropped(call_, p) if number(p) else None)
     lifted.out_dims = [*frame.dims, ["i"], ["e"]]
     return lifted
 
 
 # ---------------------------------------------------------------------------------------------------- common part
 
-def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None) -> Lifted:
+def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=()) -> Lifted:
     product, grad = puller.product, site.out.grad
     if product is None and puller.splits:
         raise puller.splits.get("i", puller.splits.get("j"))  # rows may fold other axes; lift refuses what it cannot unfold
     if product is None:
-        stop = _obstacle(softmax_of(site.weights)[0])
+        stop = _obstacle(softmax_of(site.weights).scores)
         raise Refused("no matrix product over queries and keys was found in the scores" if stop is None else
                       f"{stop.name.partition('.')[0].lstrip('_')} stands between the first product and the softmax", stop or site.weights,
                       "the scores must come from q @ k^T through views and pointwise ops")
@@ -274,17 +224,34 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     score = masked.score
     if any(QK in f.visible.leaves for f in masked.fills):
         raise Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
+    for outside in (t for f in masked.fills if grad and not f.added and math.isfinite(f.value) for t in f.outside):
+        if QK in outside.leaves or any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in outside.loads):
+            raise Refused("a term that needs a gradient is added after a mask that replaces scores by a finite constant: rows that are hidden entirely "
+                          "have a gradient for the term alone", site.weights or site.out, "add the term before the mask, or hide by -inf")
     fills = [*([Fill(visible, -math.inf, False)] if visible not in (None, TRUE) else []), *masked.fills]
-    empty, over, blocked = contract(fills, safe) if column is None else (EmptyRow.ZERO, TRUE, ())
-    shown = conjunction(f.visible for f in fills)
+    if (lost := unpeeled(score)) is not None:
+        raise Refused(f"a masked score goes through {lost.op}, and what becomes of the mask's constant is not known", site.weights or site.out,
+                      "scale the scores before they are masked")
     hiding = [t for t in terms(score) if "j" in t.variables and could_hide(t, puller)]
+    soft = None if site.weights is None else softmax_of(site.weights)
+    _empty_rows_known(site, vg, soft, bool(hiding) or any(math.isfinite(f.value) for f in fills))
+    bare = soft is not None and soft.bare  # 0 / 0 in a row that is hidden entirely, whatever hides it
+    empty, over, blocked = contract(fills, safe) if column is None and not bare else (EmptyRow.NAN, TRUE, [])
+    shown = conjunction(f.visible for f in fills)
     if hiding:
-        hidden = hiding_sum(puller.dtypes.get(score, torch.float32))
-        shown, empty, over = _additive(hiding, hidden, fills, safe, site)
+        hidden = hiding_sum(puller.dtypes.get(score, torch.float64 if site.out.dtype == torch.float64 else torch.float32))
+        shown, empty, over = _additive(hiding, hidden, [] if bare else fills, safe, site)
+        shown = conjunction([shown, *(f.visible for f in fills)])
+        empty, over = (EmptyRow.NAN, TRUE) if bare else (empty, over)
     for condition in blocked:  # no gradient flows into scores that were replaced
         score = call("where", condition, score, Const(0.0))
     shown = normal_condition(shown, puller)
     over = TRUE if shown == TRUE else normal_condition(over, puller)
+    if kept:
+        if kept_keys(kept, puller) != shown or column is not None or bare:
+            raise Refused(f"the attention weights are changed by {kept[0].of.name.partition('.')[0]} before the second product: masked, and not "
+                          "normalised again", kept[0].of, "mask the scores instead, before the softmax, or divide the masked weights by their sum")
+        empty, over = EmptyRow.ZERO, TRUE  # only rows that are hidden entirely had weights to lose
     extents, batch = puller.extents, frame.batch
     q, fq = trace_back(*query, [*batch, "i", "d"], extents, vg, grad, scale=True)
     k, fk = trace_back(*key, [*batch, "j", "d"], extents, vg, grad, scale=True)
@@ -293,12 +260,16 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         if not found:
             raise Refused(f"the {name} operand is no view with batch, position and head-size dims", site.out,
                           f"the {name} may depend on batch axes, its position and the head's channels")
-    score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score, shiftable=column is None)
+    served = [] if soft is None or column is not None or hiding or any(math.isfinite(f.value) for f in fills) else \
+        log_sums(soft, weights_at, vg, site.out.owner, {n: e for n, e in extents.items() if n in (*batch, "i", "j")})
+    if grad and any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in score.loads):
+        served = []  # no kernel yields the gradients of both
+    score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score, shiftable=column is None and not served)
     if shown == TRUE:
         empty = EmptyRow.NAN
     sink = None
     if column is not None:
-        if grad and any(puller.loads[load.name].wants_gradient for load in score.loads):
+        if grad and any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in score.loads):
             raise Refused("an attention sink beside a captured tensor that needs a gradient", site.weights,
                           "no kernel yields both gradients at once")
         sink, _ = trace_back(*column, [*batch, "i"], extents, vg, grad, scale=False)
@@ -322,7 +293,17 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         axes=tuple(renamed[n] for n in batch), q=depends(q), k=depends(k), v=depends(v), score=score, visible=shown,
         empty_row=empty, empty_over=over, dropout=float(p), aux=tuple(aux), sizes=tuple(name for _, name in sizes))
     random = None if dropped is None else (dropped.value, dropped.order({n: extents[n] for n in (*batch, "i", "j")}))
-    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink)
+    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink, served)
+
+
+def _empty_rows_known(site: Site, vg: ValueGraph, soft: Softmax | None, finite: bool) -> None:
+    """Raises Refused where a row that finite constants hide entirely follows no rule of ours."""
+    if finite and soft is not None and soft.summed:
+        raise Refused("exp(scores - logsumexp(scores)) with a mask of a finite constant: the weights of a row that is hidden entirely do not sum to 1",
+                      site.weights, "use softmax, or hide by -inf")
+    if finite and site.weights in vg.renormalised:
+        raise Refused("weights are masked and normalised again after a mask of a finite constant: rows that only both hide follow no single rule",
+                      site.weights, "mask the scores once, or hide by -inf")
 
 
 def _obstacle(scores: Value) -> Value | None:

@@ -18,7 +18,7 @@ from flashfx.spec import HIDING_FILL, EmptyRow
 from .index import Affine, at_least
 from .pull import Puller
 from .rules import PRODUCTS
-from .scalars import simplified
+from .scalars import round_to, simplified
 from .values import Refused, Value, upstream
 from .views import VIEWS
 
@@ -28,12 +28,14 @@ class Fill:
     """Where `visible` is false the score was given `value`, by addition or by replacement.
 
     bound   least finite value at the addition, scaled like `value`: sums below it were -inf
+    outside terms that were added after the score was replaced: they get a gradient where the score gets none
     """
 
     visible: Expr
     value: float
     added: bool
     bound: float = -math.inf
+    outside: tuple[Expr, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Masked:
     score: Expr
     fills: tuple[Fill, ...] = ()
 
-    def map(self, fn, scale: float = 1.0) -> Masked | None:
-        """The masked score under score -> fn(score), value -> scale * value; None if a fill no longer hides."""
-        fills = tuple(replace(f, value=f.value * scale, bound=f.bound * scale) for f in self.fills)
+    def map(self, fn, scale: float, dtype: torch.dtype) -> Masked | None:
+        """The masked score under score -> fn(score), value -> scale * value in `dtype`; None if a fill no longer hides."""
+        fills = tuple(replace(f, value=round_to(f.value * scale, dtype), bound=f.bound * scale) for f in self.fills)
         return Masked(fn(self.score), fills) if all(f.value <= HIDING_FILL for f in fills) else None
 
 
@@ -60,7 +62,7 @@ def _hides(e: Expr) -> bool:
 
 
 def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
-    """Split a score (or an additive term of it) into arithmetic and fills. `dtypes` says in which dtype a sum was formed."""
+    """Split a score (or an additive term of it) into arithmetic and fills. `dtypes` says in which dtype a sum or product was formed."""
     whole = Masked(e)
     if not isinstance(e, Call):
         return whole
@@ -83,12 +85,14 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         if a.fills or b.fills:
             score, other = (a.score, b.score) if QK in a.score.leaves or QK not in b.score.leaves else (b.score, a.score)
             least = torch.finfo(dtype).min
-            fills = tuple(replace(f, bound=least) if f.added else f for f in a.fills + b.fills)
+            fills = tuple(replace(f, bound=least) if f.added else replace(f, outside=(*f.outside, more))
+                          for one, more in ((a, b.score), (b, a.score)) for f in one.fills)
             return Masked(call("add", score, other), fills)
         return whole
     if e.op == "sub":
         a = peel(e.args[0], dtypes)
-        return Masked(call("sub", a.score, e.args[1]), a.fills) if a.fills else whole
+        fills = tuple(f if f.added else replace(f, outside=(*f.outside, e.args[1])) for f in a.fills)
+        return Masked(call("sub", a.score, e.args[1]), fills) if fills else whole
     if e.op in ("mul", "truediv"):
         a, c = e.args
         if isinstance(a, Const) and e.op == "mul":
@@ -96,7 +100,8 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         if isinstance(c, Const) and c.value > 0:
             a = peel(a, dtypes)
             if a.fills:
-                return a.map(lambda s: call(e.op, s, c), c.value if e.op == "mul" else 1 / c.value) or whole
+                return a.map(lambda s: call(e.op, s, c), c.value if e.op == "mul" else 1 / c.value,
+                             dtypes.get(e, torch.float32)) or whole
         return whole
     if e.op == "minimum" and QK in e.leaves:
         a, b = (peel(x, dtypes) for x in e.args)
@@ -118,6 +123,14 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
             half = call("where", call("or", fills[0].visible, fills[1].visible), half, Const(0.0))
         return Masked(call("where", clamped.visible, inner.score, half), (clamped,))
     return whole
+
+
+def unpeeled(e: Expr) -> Expr | None:
+    """The product or quotient in which a hiding constant is left: it may overflow, or hide no longer."""
+    def held(x: Expr) -> bool:
+        return isinstance(x, Call) and (x.op == "where" and any(_hides(a) for a in x.args[1:]) or
+                                        x.op in ("add", "sub", "neg", "where") and any(held(a) for a in x.args))
+    return next((x for x in walk(e) if isinstance(x, Call) and x.op in ("mul", "truediv") and QK in x.leaves and any(held(a) for a in x.args)), None)
 
 
 def _where_holds(e: Expr, condition: Expr) -> Expr:
@@ -222,7 +235,8 @@ def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool
                 return True
         elif x.op is None:
             example = x.owner.meta.get("example_value") if x.owner is not None else None
-            if x.dtype.is_floating_point and not isinstance(example, torch.nn.Parameter):
+            learned = isinstance(example, torch.Tensor) and (isinstance(example, torch.nn.Parameter) or example.requires_grad and example.is_leaf)
+            if x.dtype.is_floating_point and not learned:
                 return True
         elif x.name in PRODUCTS:
             continue
@@ -308,8 +322,11 @@ def _comparison(e: Expr, puller: Puller) -> Expr:
 
 
 def _tidy(c: float) -> float:
-    """Fourteen digits: d**-0.25 twice is d**-0.5."""
-    return float(f"{c:.14g}")
+    """The short decimal, or the inverse root of an integer, that `c` is but for rounding: d**-0.25 twice is d**-0.5."""
+    if not 1e-150 < abs(c) < 1e150:
+        return c
+    near = (float(f"{c:.12g}"), math.copysign(round(c ** -2) ** -0.5, c) if abs(c) < 1 and round(c ** -2) < 2 ** 40 else c)
+    return next((x for x in near if abs(x - c) <= 8 * math.ulp(c)), c)
 
 
 def normal_score(e: Expr, shiftable: bool = True) -> Expr:

@@ -11,12 +11,14 @@ from torch import fx
 from flashfx.errors import VerifyError
 from flashfx.region import Problem, Refusal, Region
 
+from .algebra import rearrange
 from .check import check
-from .find import DROPOUTS, Site, find, is_rounding
+from .find import DROPOUTS, Site, find
 from .index import same, size
 from .lift import Lifted, lift
 from .normalise import normalise
 from .operands import Operand
+from .softmax import is_rounding
 from .splice import splice, still_read, sweep
 from .values import Refused, Value, ValueGraph, source_line
 from .verify import verify as validate
@@ -43,7 +45,7 @@ def _described(operand: Operand) -> str:
 
 def _cut(found: dict[Site, Lifted]) -> dict[Value, list[Value]]:
     """The outputs that will come from our op, and what the op reads instead."""
-    return {site.out: _reads(lifted) for site, lifted in found.items()}
+    return {v: _reads(lifted) for site, lifted in found.items() for v in (site.out, *(s.value for s in lifted.log_sums))}
 
 
 def _reads(lifted: Lifted) -> list[Value]:
@@ -87,7 +89,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         if isinstance(body, fx.GraphModule):
             regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, why_not=why_not, summarise=summarise,
                                label=f"{label}/{node.target}")
-    vg = normalise(gm)
+    vg = _readable(gm)
     sites = find(vg) if vg is not None else []
     if not sites:
         return regions
@@ -96,8 +98,8 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     unread = {n for n in gm.graph.nodes if not n.users}
     listed = {site for site in found if summarise is not None and summarise(found[site].spec, problems[site])}
     replaced = _splice_all(gm, vg, found, refusals, listed)
-    for site in found:
-        for old, new in replaced[site].items():
+    for owner in dict.fromkeys(site.out.owner for site in found):
+        for old, new in replaced[owner].items():
             _same_kind(old, new)
             old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
     sweep(gm, vg, still_read(vg, _cut(found)), unread)
@@ -109,10 +111,23 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     return regions + own
 
 
+def _readable(gm: fx.GraphModule) -> ValueGraph | None:
+    """The value graph, sites in plain form; as it was traced if a fault of ours stops the identities."""
+    vg = normalise(gm)
+    if vg is not None:
+        try:
+            rearrange(vg)
+        except Exception as error:
+            log.warning("the identities of flashfx.passes.algebra failed", exc_info=error)
+            vg = normalise(gm)
+    return vg
+
+
 def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[dict[Site, Lifted], dict[Site, Problem]]:
     """lift, check, plan and verify each site; what may be spliced, and why the others may not."""
     found: dict[Site, Lifted] = {}
     problems: dict[Site, Problem] = {}
+    planned: dict[tuple, str | None] = {}
     for site in sites:
         stage = "lift"
         try:
@@ -120,7 +135,10 @@ def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[di
             stage = "check"
             problem = check(site, lifted, vg.shape_env, dropout_allowed)
             stage = "plan"
-            if why_not is not None and (reason := why_not(lifted.spec, problem, site.out.fake.device)) is not None:
+            key = (lifted.spec, problem, site.out.fake.device)  # repeated layers are planned once
+            if why_not is not None and key not in planned:
+                planned[key] = why_not(*key)
+            if (reason := planned.get(key)) is not None:
                 raise Refused(reason, site.out, "use another dtype or head size, or run this model without FlashFX on this device")
             stage = "verify"
             if verify and (skipped := validate(site, lifted, vg)) is not None:
@@ -134,17 +152,19 @@ def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[di
     return found, problems
 
 
-def _splice_all(gm, vg, found: dict[Site, Lifted], refusals, listed: set[Site]) -> dict[Site, dict[fx.Node, fx.Node]]:
-    """Emit the op of each site. Nothing reads it yet, so that a site may still be refused."""
+def _splice_all(gm, vg, found: dict[Site, Lifted], refusals, listed: set[Site]) -> dict[fx.Node, dict[fx.Node, fx.Node]]:
+    """Emit the op of each site, node by node. Nothing reads it yet, so that a site may still be refused."""
     seeds: dict = {}
     summaries: dict = {}
-    replaced: dict[Site, dict[fx.Node, fx.Node]] = {}
-    for site, lifted in list(found.items()):
+    replaced: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
+    for owner in dict.fromkeys(site.out.owner for site in found):
+        group = {site: lifted for site, lifted in found.items() if site.out.owner is owner}
         try:
-            replaced[site] = splice(gm, vg, site, lifted, seeds, summaries if site in listed else None)
+            replaced[owner] = splice(gm, vg, group, seeds, {site: summaries for site in group if site in listed})
         except Exception as error:
-            refusals[site] = _refused("splice", site, error)
-            del found[site]
+            for site in group:
+                refusals[site] = _refused("splice", site, error)
+                del found[site]
     _drop(found, refusals, "splice", vg)
     return replaced
 
@@ -170,6 +190,8 @@ def _drop(found: dict[Site, Lifted], refusals: dict[Site, Refusal], stage: str, 
     """Refuse sites until what is left reads nobody's weights but its own."""
     while refused := _used_elsewhere(vg, found):
         for site, why in refused.items():
-            refusals[site] = _refusal(stage, site, why)
-            del found[site]
+            # once spliced, the sites of one node stand or fall together
+            for s in [s for s in found if s is site or stage == "splice" and s.out.owner is site.out.owner]:
+                refusals[s] = _refusal(stage, s, why)
+                del found[s]
 

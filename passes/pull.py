@@ -30,7 +30,7 @@ class Puller:
 
     product: the matrix product that is the dot product of the site, once met.
     loads: leaf name -> value.
-    dtypes: in which dtype a sum was formed.
+    dtypes: in which dtype a sum or product was formed.
     grad: is gradient mode on at the site's output?
     splits: the first view met that splits queries or keys, by axis.
     held: what can still be read where the op will stand; None: everything.
@@ -249,7 +249,7 @@ class Puller:
         skip = 1 if op == "where" else 0
         moved = list(args[:skip]) + [rounded(cast(a, result), dtype) for a in args[skip:]]
         e = simplified(op, *moved)
-        if op == "add" and result == FLOAT:
+        if op in ("add", "sub", "mul", "truediv") and result == FLOAT:
             self.dtypes[e] = torch.promote_types(dtype, self.dtypes.get(e, dtype))
         return e
 

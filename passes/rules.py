@@ -8,8 +8,8 @@ import torch
 
 from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, call, cast, const
 
-from .index import Affine, Index, head_size, number, size
-from .scalars import cast_simplified, choice, kind_of, round_to, rounded
+from .index import Affine, Index, broadcast, head_size, number, size
+from .scalars import cast_simplified, kind_of, narrowed, round_to
 from .values import Value
 from .views import within
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .pull import Puller
 
 RANDOM = torch.Tag.nondeterministic_seeded
-PRODUCTS = {"bmm.default": (0, 1), "mm.default": (0, 1), "baddbmm.default": (1, 2), "addmm.default": (1, 2)}
+PRODUCTS = {"bmm.default": (0, 1), "mm.default": (0, 1), "baddbmm.default": (1, 2), "addmm.default": (1, 2), "matmul.default": (0, 1)}
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ def _to_copy(p: Puller, v: Value, x: Index) -> Expr | None:
     if any(t.is_floating_point and t.itemsize == 1 for t in (v.dtype, v.args[0].dtype)):
         return None  # float8 keeps three bits at most: a cast to it is no rounding to overlook
     e = cast_simplified(p.operand(v.args[0], x), kind_of(v.dtype))
-    if (parts := choice(e)) and v.dtype.is_floating_point:
-        return call("where", parts[0], rounded(parts[1], v.dtype), rounded(parts[2], v.dtype))
-    return rounded(e, v.dtype)
+    return narrowed(e, v.dtype) if v.dtype.is_floating_point else e
 
 
 def _masked_fill(p, v, x):
@@ -164,7 +162,8 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
     """
     left, right = (v.args[position] for position in PRODUCTS[v.name])
     d = Affine.axis("d")
-    left_at, right_at = (*x[:-2], x[-2], d), (*x[:-2], d, x[-1])
+    left_at = broadcast((*x[:-2], x[-2], d), [size(s) for s in left.shape])
+    right_at = broadcast((*x[:-2], d, x[-1]), [size(s) for s in right.shape])
     of_left, of_right = (set().union(*(a.axes for a in at)) for at in (left_at, right_at))
     swapped = "j" in of_left or "i" in of_right
     if swapped and ("i" in of_left or "j" in of_right):
@@ -174,7 +173,7 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
         return None
     p.product = found
     p.extents["d"] = head_size(left.shape[-1])
-    if v.name in ("bmm.default", "mm.default"):
+    if v.name not in ("baddbmm.default", "addmm.default"):
         return QK
     beta, alpha = number(v.kwargs.get("beta", 1)), number(v.kwargs.get("alpha", 1))
     dot = call("mul", QK, const(float(alpha)))

@@ -27,6 +27,20 @@ def rounded(e: Expr, dtype: torch.dtype) -> Expr:
     return Const(round_to(e.value, dtype)) if isinstance(e, Const) and e.kind == FLOAT else e
 
 
+def narrowed(e: Expr, dtype: torch.dtype) -> Expr:
+    """`e` cast to `dtype`: masks' constants that do not fit become infinite, as what they hide does.
+
+    before -> after: where(c, qk, finfo(float64).min), to float32 -> where(c, qk, -inf)
+    """
+    if isinstance(e, Call) and e.op == "where":
+        return call("where", e.args[0], *(narrowed(a, dtype) for a in e.args[1:]))
+    if isinstance(e, Call) and e.op == "add":
+        return call("add", *(narrowed(a, dtype) for a in e.args))
+    if isinstance(e, Call) and e.op == "to_float" and (parts := choice(e)):
+        return call("where", *parts)
+    return rounded(e, dtype)
+
+
 def choice(e: Expr) -> tuple[Expr, Const, Const] | None:
     """(condition, then, else) where `e` is one of two constants by a condition."""
     if isinstance(e, Call) and e.op == "where" and isinstance(e.args[1], Const) and isinstance(e.args[2], Const):

@@ -6,8 +6,8 @@ before -> after:
 """
 from __future__ import annotations
 
-import logging
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -15,10 +15,8 @@ from torch import fx
 from .emit import Emitter, follow_views
 from .find import Site
 from .lift import Lifted
-from .operands import Operand
 from .values import Refused, Value, ValueGraph
-
-log = logging.getLogger(__name__)
+from .weights import LogSum
 
 SEED_RANGE = 2 ** 62
 
@@ -36,67 +34,35 @@ def still_read(vg: ValueGraph, cut: dict[Value, list[Value]]) -> dict[Value, Val
     return needed
 
 
-def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds: dict, summaries: dict | None = None) -> dict[fx.Node, fx.Node]:
-    """Emit the op for one site. Returns old node -> new node, for the nodes that held values computed from the site's output.
+def splice(gm: fx.GraphModule, vg: ValueGraph, sites: dict[Site, Lifted], seeds: dict, summaries: dict[Site, dict]) -> dict[fx.Node, fx.Node]:
+    """Emit the op for all sites of one Dynamo node. Returns old node -> new node, for the nodes that held values computed from their outputs.
 
-    summaries: mask summaries emitted so far, None for a mask that is not worth one. Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
+    summaries: for each site whose mask is worth a summary, those emitted so far. Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
     """
-    spec, owner = lifted.spec, site.out.owner
-    emit = Emitter(gm, vg, owner, site.out.grad)
-    q, k, v = (emit.operand(candidates)[0] for candidates in (lifted.q, lifted.k, lifted.v))
-    aux = [_kept(emit, a) for a in lifted.aux]
-    sizes = [emit.size(s) for s in lifted.sizes]
-    seed = None
-    if spec.dropout:
-        # products that share one dropout must see the same bits
-        drawn, _ = lifted.random
-        if any(d is drawn and key != lifted.random for key in seeds for d in key[:1]):
-            raise Refused("two products share one dropout and read it in different orders", drawn, "use one layout for both products")
-        if lifted.random not in seeds:
-            seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
-        seed = seeds[lifted.random]
-    blocks = (None, None) if summaries is None else _summary(emit, lifted, aux, summaries)
-    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, spec.line, *blocks)
-    out = emit.call(operator.getitem, op, 0)
-    axes = [*lifted.dims, "i", "e"]
-    v_dtype = lifted.v[0].value.dtype
-    if lifted.sink is not None:
-        out = _with_sink(emit, op, out, emit.operand(lifted.sink)[0], v_dtype)
-
-    def cast(node: fx.Node) -> fx.Node:
-        return node if v_dtype == site.out.dtype else emit.method("to", node, site.out.dtype)
-
-    def view_of_out(value: Value) -> fx.Node | None:
-        dims = follow_views(value, site.out, lifted.out_dims, lifted.extents)
-        if dims is None:
-            return None
-        # axes of extent 1 that the view dropped
-        present = [n for group in dims for n in group]
-        node, left = out, list(axes)
-        for n in [n for n in axes if n not in present]:
-            node = emit.method("squeeze", node, left.index(n))
-            left.remove(n)
-        return cast(emit.result(node, left, dims, lifted.extents))
-
-    below = _descendants(vg, site.out)
+    first = next(iter(sites))
+    owner = first.out.owner
+    emit = Emitter(gm, vg, owner, first.out.grad)
+    if any(at == vg.steps[owner] and n is not owner and (n.op in ("placeholder", "get_attr") or any(vg.steps[u] > at for u in n.users))
+           for n in vg.timeline for at, _ in vg.timeline[n]):
+        raise Refused("the last step of the attention writes into a tensor that is read under another name", first.out,
+                      "write it out of place: out = out / total, out = weights @ values")
+    holders = [n for n in vg.timeline if (n is owner or owner in n.all_input_nodes) and vg.timeline[n][0][1].owner is owner]
+    changed = any(len(vg.timeline[n]) > 1 for n in holders)
+    outputs = [_attention(emit, site, lifted, seeds, summaries.get(site), changed) for site, lifted in sites.items()]
+    below = _descendants(vg, [o.site.out for o in outputs])
 
     def anchor(value: Value) -> None:
-        """Seed the emitter with the views of the site's output from which `value` is computed."""
+        """Seed the emitter with the views of the sites' outputs from which `value` is computed."""
         if value in emit.nodes or value not in below:
             return
-        direct = view_of_out(value)
+        direct = next((node for o in outputs if (node := o.view(value)) is not None), None)
         if direct is not None:
             emit.nodes[value] = direct
-        elif value is site.out:
-            emit.nodes[value] = cast(emit.result(out, axes, lifted.out_dims, lifted.extents))
         else:
             for x in value.inputs:
                 anchor(x)
 
-    replaced: dict[fx.Node, fx.Node] = {}
-    holders = [n for n in vg.timeline if (n is owner or owner in n.all_input_nodes) and vg.timeline[n][0][1].owner is owner]
-    if any(len(vg.timeline[n]) > 1 for n in holders):  # changed in place later: our backward still reads the op's own output
-        out = emit.call(torch.ops.aten.clone.default, out)
+    replaced = {emit.vg.holders(s.value)[0]: o.log_sum(s) for o in outputs for s in o.lifted.log_sums}
     for holder in holders:
         value = vg.timeline[holder][0][1]
         if holder.users:
@@ -105,11 +71,63 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, site: Site, lifted: Lifted, seeds
     return replaced
 
 
-def _kept(emit: Emitter, operand: Operand) -> fx.Node:
-    """A captured tensor as our backward will still find it: a copy if the graph changes it later (the original saved what it made of it)."""
-    node = emit.operand([operand])[0]
-    later = any(at >= emit.step for holder in emit.vg.holders(operand.value) for at, _ in emit.vg.timeline[holder])
-    return emit.call(torch.ops.aten.clone.default, node) if later and emit.grad else node
+@dataclass
+class _Output:
+    """The results of one site's `op`: `node` is the attention, with one dim per axis of `axes`."""
+
+    emit: Emitter
+    site: Site
+    lifted: Lifted
+    op: fx.Node
+    node: fx.Node
+    axes: list[str]
+
+    def view(self, value: Value) -> fx.Node | None:
+        """A node that holds `value`, a view of the site's output (or that itself); None if it is no such thing."""
+        lifted, emit = self.lifted, self.emit
+        dims = follow_views(value, self.site.out, lifted.out_dims, lifted.extents)
+        if dims is None:
+            return self._cast(emit.result(self.node, self.axes, lifted.out_dims, lifted.extents)) if value is self.site.out else None
+        # axes of extent 1 that the view dropped
+        present = [n for group in dims for n in group]
+        node, left = self.node, list(self.axes)
+        for n in [n for n in self.axes if n not in present]:
+            node = emit.method("squeeze", node, left.index(n))
+            left.remove(n)
+        return self._cast(emit.result(node, left, dims, lifted.extents))
+
+    def log_sum(self, wanted: LogSum) -> fx.Node:
+        """The op's log-sum-exp in the shape that the model reads."""
+        lse = self.emit.call(operator.getitem, self.op, 1)
+        node = self.emit.result(lse, self.axes[:-1], [list(d) for d in wanted.dims], self.lifted.extents)
+        return node if node.meta["example_value"].dtype == wanted.value.dtype else self.emit.method("to", node, wanted.value.dtype)
+
+    def _cast(self, node: fx.Node) -> fx.Node:
+        return node if self.lifted.v[0].value.dtype == self.site.out.dtype else self.emit.method("to", node, self.site.out.dtype)
+
+
+def _attention(emit: Emitter, site: Site, lifted: Lifted, seeds: dict, summaries: dict | None, changed: bool) -> _Output:
+    """changed: is the output changed in place later? Our backward still reads the op's own."""
+    q, k, v = (emit.operand(candidates)[0] for candidates in (lifted.q, lifted.k, lifted.v))
+    aux = [emit.operand([a])[0] for a in lifted.aux]
+    sizes = [emit.size(s) for s in lifted.sizes]
+    seed = None
+    if lifted.spec.dropout:
+        # products that share one dropout must see the same bits
+        drawn, _ = lifted.random
+        if any(d is drawn and key != lifted.random for key in seeds for d in key[:1]):
+            raise Refused("two products share one dropout and read it in different orders", drawn, "use one layout for both products")
+        if lifted.random not in seeds:
+            seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
+        seed = seeds[lifted.random]
+    blocks = (None, None) if summaries is None else _summary(emit, lifted, aux, summaries)
+    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, lifted.spec.line, *blocks)
+    out = emit.call(operator.getitem, op, 0)
+    if lifted.sink is not None:
+        out = _with_sink(emit, op, out, emit.operand(lifted.sink)[0], lifted.v[0].value.dtype)
+    if changed:
+        out = emit.call(torch.ops.aten.clone.default, out)
+    return _Output(emit, site, lifted, op, out, [*lifted.dims, "i", "e"])
 
 
 def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:
@@ -147,8 +165,8 @@ def _with_sink(emit: Emitter, op: fx.Node, out: fx.Node, sink: fx.Node, dtype: t
     return emit.method("to", scaled, dtype)
 
 
-def _descendants(vg: ValueGraph, source: Value) -> set[Value]:
-    below, todo = {source}, [source]
+def _descendants(vg: ValueGraph, sources: list[Value]) -> set[Value]:
+    below, todo = set(sources), list(sources)
     while todo:
         for user in vg.users()[todo.pop()]:
             if user not in below:

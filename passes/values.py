@@ -121,6 +121,8 @@ class ValueGraph:
     readers    for each root value, the Dynamo nodes that read it
     constants  data of tensor constants
     literals   data of tensors that the code spells out, `torch.tensor([...])`: nobody else can change them
+    superseded what the model computes and, after `algebra`, nobody needs
+    renormalised  softmaxes that the model wrote as weights times a mask, over their sum
     changing   Dynamo nodes that change a tensor in place
     mode       the fake mode of the graph's example values
     """
@@ -131,6 +133,8 @@ class ValueGraph:
     roots: dict[Value, fx.Node] = field(default_factory=dict)
     constants: dict[Value, torch.Tensor] = field(default_factory=dict)
     literals: dict[Value, torch.Tensor] = field(default_factory=dict)
+    superseded: set[Value] = field(default_factory=set)
+    renormalised: set[Value] = field(default_factory=set)
     changing: set[fx.Node] = field(default_factory=set)
     mode: Any = None
 
@@ -170,6 +174,20 @@ class ValueGraph:
                     index.setdefault(v, []).append(node)
             self.__dict__["_holder_index"] = index
         return self.__dict__["_holder_index"]
+
+    def needed(self) -> set[Value]:
+        """The roots and all they are computed from."""
+        found, todo = set(self.roots), list(self.roots)
+        while todo:
+            for x in todo.pop().inputs:
+                if x not in found:
+                    found.add(x)
+                    todo.append(x)
+        return found
+
+    def forget_users(self) -> None:
+        """Call it after changing what values are computed from."""
+        self.__dict__.pop("_users", None)
 
     def users(self) -> dict[Value, list[Value]]:
         if "_users" not in self.__dict__:

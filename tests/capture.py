@@ -54,15 +54,15 @@ def tensors(tree) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def run(fn, args, double: bool = False, perturb: bool = False) -> list[torch.Tensor | None]:
+def run(fn, args, double: bool = False, perturb: int = 0) -> list[torch.Tensor | None]:
     """Results, arguments as they are afterwards, and gradients of every argument that requires one.
 
-    `perturb` moves every float argument by at most one rounding step.
+    `perturb`, a seed, moves every float argument by at most one rounding step.
     """
     def fresh(t):
         new = t.detach().clone(memory_format=torch.preserve_format)
         if perturb and t.is_floating_point():
-            new *= 1 + torch.finfo(t.dtype).eps * torch.randint(-1, 2, t.shape, generator=torch.Generator().manual_seed(t.numel()))
+            new *= 1 + torch.finfo(t.dtype).eps * torch.randint(-1, 2, t.shape, generator=torch.Generator().manual_seed(t.numel() * perturb))
         return (new.double() if double and t.is_floating_point() else new).requires_grad_(t.requires_grad)
 
     args = torch.utils._pytree.tree_map_only(torch.Tensor, fresh, args)
@@ -85,7 +85,7 @@ def compare(fn, *args, exactly: bool = False, dynamic: bool | None = False, exac
     eager = run(fn, args)
     exact = eager if exactly else run(exact_fn or fn, args, double=True)
     assert len(compiled) == len(eager)
-    perturbed = eager if exactly else run(fn, args, perturb=True)
+    perturbed = eager if exactly else run(fn, args, perturb=1)
     scale = max([largest(t) for t in exact if t is not None and t.is_floating_point()], default=0.0)
     for n, (a, b, c, d) in enumerate(zip(compiled, eager, exact, perturbed)):
         if a is None or b is None:  # an unused argument: no gradient, or one of zeros

@@ -186,7 +186,7 @@ CASES = {
     "scores changed in place": (scores_changed_in_place, lambda: (*qkv(), keep(B, 1, M, N)), ONE),
     "values changed before the product": (values_changed_between, qkv, ONE),
     "written to an output": (lambda q, k, v, out: torch.matmul((q @ k.mT).softmax(-1), v, out=out) * 2,
-                             lambda: (*qkv(False), torch.zeros(B, H, M, D)), ONE),
+                             lambda: (*qkv(False), torch.zeros(B, H, M, D)), (False,)),
     # ends of gradients
     "keys detached": (lambda q, k, v: plain(q, k.detach(), v), qkv, ONE),
     "values detached": (lambda q, k, v: plain(q, k, v.detach()), qkv, ONE),

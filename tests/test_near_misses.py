@@ -164,7 +164,7 @@ def weights_times_a_tensor(q, k, v, w):
     return (scores(q, k).softmax(-1) * w) @ v
 
 
-@row(CHANGED.format("masked_fill"), lambda: (*qkv(), keep(B, 1, M, N)))
+@row(CHANGED.format("masked_fill") + ": masked, and not normalised again", lambda: (*qkv(), keep(B, 1, M, N)))
 def mask_after_the_softmax(q, k, v, m):
     return scores(q, k).softmax(-1).masked_fill(~m, 0.0) @ v
 
@@ -174,9 +174,9 @@ def two_dropouts(q, k, v):
     return F.dropout(F.dropout(scores(q, k).softmax(-1), 0.2), 0.2) @ v
 
 
-@row(CHANGED.format("add"), sites=2)
-def sum_of_two_softmaxes(q, k, v):
-    return (scores(q, k).softmax(-1) + scores(q, k * 2 + 1).softmax(-1)) @ v
+@row(CHANGED.format("add"))
+def weights_and_a_constant(q, k, v):
+    return (scores(q, k).softmax(-1) + 0.1) @ v
 
 
 @row(CHANGED.format("rsub"))
@@ -199,10 +199,9 @@ def weights_of_permuted_heads(q, k, v):
     return scores(q, k).softmax(-1)[:, torch.tensor([2, 0, 1])] @ v
 
 
-@row(CHANGED.format("div"))
-def weights_scaled(q, k, v):
-    p = scores(q, k).softmax(-1)
-    return (p / 0.5) @ v
+@row(CHANGED.format("div"), lambda: (*qkv(), rand(B, 1, M, N)))
+def weights_over_a_tensor(q, k, v, w):
+    return (scores(q, k).softmax(-1) / w) @ v
 
 
 @row(CHANGED.format("roll"))

@@ -60,6 +60,9 @@ SOFTMAX = {
     "exp of the difference": lambda s: torch.exp(s - torch.logsumexp(s, -1, keepdim=True)),
     "written out": _written_out,
     "written out, detached maximum": lambda s: (lambda e: e / e.sum(-1, keepdim=True))(torch.exp(s - s.max(-1, keepdim=True).values.detach())),
+    "written out, sum put back": lambda s: (lambda e: e / e.sum(-1)[..., None])(torch.exp(s - s.amax(-1, keepdim=True))),
+    "written out, no shift": partial(_written_out, shift=False),
+    "normalised twice": lambda s: (lambda p: p / p.sum(-1, keepdim=True))(s.softmax(-1) * (torch.arange(s.shape[-1]) >= 0)),
     "of shifted scores": lambda s: F.softmax(s + 3.0, -1),
     "other axis, transposed": lambda s: s.transpose(-1, -2).softmax(-2).transpose(-1, -2),
 }
@@ -233,6 +236,8 @@ def points() -> list[Point]:
 
 
 def _makes_sense(p: Point) -> bool:
+    if p.softmax in ("exp of the difference", "written out, no shift", "normalised twice") and "lowest" in p.mask:
+        return False  # rows that are hidden entirely yield something else
     return p.layout not in ("3-D", "5-D") or p.gqa == "none" and not p.mask.startswith("padding")
 
 

@@ -1,0 +1,107 @@
+"""python -m tests.compile_time [--layers 48] [--model gpt2|llama] [--no-inductor]: what the rewrite costs beside Inductor's own compile time.
+
+Stages are timed one by one, then the whole compilation (forward and backward, cold caches) with Inductor alone and with FlashFX. On the CPU.
+"""
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+
+import torch
+import transformers
+
+
+def build(name: str, layers: int):
+    """A model of `layers` small layers, and its inputs."""
+    common = dict(vocab_size=97, attn_implementation="eager")
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=4, n_positions=64, **common)
+    else:
+        config = transformers.LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+                                          num_key_value_heads=2, max_position_embeddings=64, **common)
+    config.use_cache = False
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    mask = torch.ones(2, 32, dtype=torch.long)
+    mask[1, 20:] = 0
+    return model.train(), {"input_ids": torch.randint(0, 97, (2, 32)), "attention_mask": mask}
+
+
+def stages(name: str, layers: int, profile: bool) -> float:
+    """Seconds of the rewrite, stage by stage; prints them."""
+    from flashfx import op  # noqa: F401  registers flashfx::attention
+    from flashfx.passes import pipeline
+    spent: dict[str, float] = {}
+
+    def timed(what):
+        original = getattr(pipeline, what)
+
+        def run(*args, **kwargs):
+            started = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[what] = spent.get(what, 0.0) + time.perf_counter() - started
+        return original, run
+
+    originals = {}
+    for what in ("normalise", "rearrange", "find", "lift", "check", "splice", "still_read", "sweep"):
+        originals[what], replacement = timed(what)
+        setattr(pipeline, what, replacement)
+    total, regions = [0.0], []
+    profiler = cProfile.Profile()
+
+    def backend(gm, example_inputs):
+        started = time.perf_counter()
+        if profile:
+            profiler.enable()
+        regions.extend(pipeline.rewrite(gm))
+        profiler.disable()
+        total[0] += time.perf_counter() - started
+        return gm.forward
+
+    torch._dynamo.reset()
+    model, inputs = build(name, layers)
+    started = time.perf_counter()
+    try:
+        torch.compile(model, backend=backend)(**inputs)
+    finally:
+        for what, original in originals.items():
+            setattr(pipeline, what, original)
+    dynamo = time.perf_counter() - started - total[0]
+    print(f"{name}, {layers} layers: {sum(r.fused for r in regions)} of {len(regions)} sites fused, {len({r.spec for r in regions})} specs")
+    print(f"  rewrite {total[0]:.2f} s: " + ", ".join(f"{n} {t:.2f}" for n, t in spent.items()) + f"; Dynamo and one run {dynamo:.2f} s")
+    if profile:
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
+    return total[0]
+
+
+def whole(name: str, layers: int, backend: str) -> float:
+    """Seconds from a fresh model to a finished first training step, caches off."""
+    torch._dynamo.reset()
+    model, inputs = build(name, layers)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        started = time.perf_counter()
+        torch.compile(model, backend=backend)(**inputs)[0].sum().backward()
+        return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.compile_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
+    parser.add_argument("--no-inductor", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    stages(args.model, 2, False)  # imports and first use
+    rewrite = stages(args.model, args.layers, args.profile)
+    if not args.no_inductor:
+        alone = whole(args.model, args.layers, "inductor")
+        ours = whole(args.model, args.layers, "flashfx")
+        print(f"  Inductor alone {alone:.1f} s, with FlashFX {ours:.1f} s; the rewrite is {100 * rewrite / alone:.1f} % of Inductor's compile time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Attention that is written another way, brought into the plain form by identities: fused, with the spec of its meaning, and right."""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from .capture import capture, compare, keep, rand
+
+B, H, M, N, D = 2, 3, 5, 7, 4
+LOWEST = torch.finfo(torch.float32).min
+
+
+def qkv(grad=True):
+    return rand(B, H, M, D, grad=grad, seed=1), rand(B, H, N, D, grad=grad, seed=2), rand(B, H, N, D, grad=grad, seed=3)
+
+
+def s(q, k):
+    return q @ k.mT * 0.5
+
+
+def late(e, v):
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+def again(p):
+    return p / p.sum(-1, keepdim=True)
+
+
+def shifted(x):
+    return torch.exp(x - x.amax(-1, keepdim=True))
+
+
+def causal():
+    return torch.ones(M, N).tril()
+
+
+PLAIN = "score = qk * 0.5"
+MASKED = "where   j <= i"
+
+# name: (function, inputs besides q, k and v, sites, what the spec's text says)
+CASES = {
+    # normalised late
+    "late": (lambda q, k, v: late(s(q, k).exp(), v), (), 1, PLAIN),
+    "late, shifted": (lambda q, k, v: late(shifted(s(q, k)), v), (), 1, PLAIN),
+    "late, einsum, heads last": (lambda q, k, v: _late_einsum(q, k, v), (), 1, PLAIN),
+    "late, flat": (lambda q, k, v: late(shifted(s(q.flatten(0, 1), k.flatten(0, 1))), v.flatten(0, 1)).unflatten(0, (B, H)), (), 1, PLAIN),
+    "late, masked": (lambda q, k, v: late(s(q, k).masked_fill(causal() == 0, -math.inf).exp(), v), (), 1, MASKED),
+    "late, dropped": (lambda q, k, v: (lambda e: (F.dropout(e, 0.0) @ v) / e.sum(-1, keepdim=True))(shifted(s(q, k))), (), 1, PLAIN),
+    "masked exp": (lambda q, k, v: again(s(q, k).exp() * causal()) @ v, (), 1, MASKED),
+    "masked exp, late": (lambda q, k, v: late(shifted(s(q, k)) * causal(), v), (), 1, MASKED),
+    # products as sums
+    "scores by multiply and sum": (lambda q, k, v: ((q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) * 0.5).softmax(-1) @ v, (), 1, PLAIN),
+    "both products by multiply and sum": (lambda q, k, v: (((q[:, :, :, None] * k[:, :, None]).sum(-1) * 0.5).softmax(-1)[..., None]
+                                                           * v[:, :, None]).sum(3), (), 1, PLAIN),
+    "one query, by multiply and sum": (lambda q, k, v: ((q[:, :, :1].unsqueeze(3) * k.unsqueeze(2)).sum(-1) * 0.5).softmax(-1) @ v, (), 1, PLAIN),
+    "shared keys, by multiply and sum": (lambda q, k, v: ((q.unsqueeze(3) * k[0, 0]).sum(-1) * 0.5).softmax(-1) @ v, (), 1, PLAIN),
+    # normalised again
+    "masked and normalised again": (lambda q, k, v: again(s(q, k).softmax(-1) * causal()) @ v, (), 1, MASKED),
+    "filled with 0 and normalised again": (lambda q, k, v, m: again(s(q, k).softmax(-1).masked_fill(~m, 0.0)) @ v, (keep(B, 1, M, N),), 1, "mask[b, i, j]"),
+    "chosen and normalised late": (lambda q, k, v, m: late(torch.where(m, s(q, k).softmax(-1), 0.0), v), (keep(B, 1, M, N),), 1, "mask[b, i, j]"),
+    "two masks, normalised again": (lambda q, k, v, m: again(s(q, k).softmax(-1) * causal() * m) @ v, (keep(B, 1, M, N),), 1, "(j <= i) & mask[b, i, j]"),
+    "normalised, not masked": (lambda q, k, v: again(s(q, k).softmax(-1) * torch.ones(M, N)) @ v, (), 1, PLAIN),
+    # set to 0 where hidden
+    "hidden weights set to 0": (lambda q, k, v, m: s(q, k).masked_fill(~m, LOWEST).softmax(-1).masked_fill(~m, 0.0) @ v, (_empty_rows := keep(B, 1, M, N) & (torch.arange(M) != 1)[:, None],), 1, "empty   zero"),
+    "hidden weights times 0": (lambda q, k, v, m: (s(q, k).masked_fill(~m, LOWEST).softmax(-1) * m) @ v, (_empty_rows,), 1, "empty   zero"),
+    # sums and factors
+    "scaled": (lambda q, k, v: (s(q, k).softmax(-1) / 0.5) @ v, (), 1, PLAIN),
+    "negative": (lambda q, k, v: -s(q, k).softmax(-1) @ v, (), 1, PLAIN),
+    "gated heads": (lambda q, k, v, g: (s(q, k).softmax(-1) * g.sigmoid()[:, None, None]) @ v, (rand(H),), 1, PLAIN),
+    "gated heads, einsum": (lambda q, k, v, g: torch.einsum("bhij,bhjd->bihd", s(q, k).softmax(-1) * g.view(1, H, 1, 1), v), (rand(H),), 1, PLAIN),
+    "gated queries": (lambda q, k, v, g: (s(q, k).softmax(-1) * g[:, None, :, None]) @ v, (rand(B, M),), 1, PLAIN),
+    "keys weighted": (lambda q, k, v, w: (s(q, k).softmax(-1) * w[:, None, None]) @ v, (rand(B, N),), 1, PLAIN),
+    "keys weighted, transposed": (lambda q, k, v, w: (v.mT @ (s(q, k).softmax(-1) * w[:, None, None]).mT).mT, (rand(B, N),), 1, PLAIN),
+    "differential": (lambda q, k, v, t: (s(q, k).softmax(-1) - t.exp() * s(q, 2 * k + 1).softmax(-1)) @ v, (rand(),), 2, PLAIN),
+    "differential, a factor for each head": (lambda q, k, v, t: (s(q, k).softmax(-1) - t.view(H, 1, 1) * s(q, 2 * k + 1).softmax(-1)) @ v, (rand(H),), 2, PLAIN),
+    "differential, heads in pairs": (lambda q, k, v, t: (lambda p: (p[:, :, 0] - t * p[:, :, 1]) @ v)(
+        s(*(x.unflatten(-1, (2, 2)).transpose(2, 3).flatten(1, 2) for x in (q, k))).softmax(-1).view(B, H, 2, M, N)), (rand(),), 2, "score = qk * 0.5"),
+    "mean of two": (lambda q, k, v: ((s(q, k).softmax(-1) + s(q, 2 * k).softmax(-1)) / 2) @ v, (), 2, PLAIN),
+    # several products
+    "two values": (lambda q, k, v, w: (lambda p: (p @ v, p @ w))(s(q, k).softmax(-1)), (rand(B, H, N, 6),), 2, PLAIN),
+    "dropout before a cast": (lambda q, k, v: F.dropout(s(q, k).float().softmax(-1), 0.0).to(v.dtype) @ v, (), 1, PLAIN),
+}
+
+
+def _late_einsum(q, k, v):
+    e = shifted(s(q, k))
+    return torch.einsum("bhij,bhjd->bihd", e, v) / e.sum(-1).transpose(1, 2).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fused_and_right(name):
+    fn, more, sites, text = CASES[name]
+    regions = compare(fn, *qkv(), *more)
+    assert [str(r.refusal) for r in regions if not r.fused] == [] and len(regions) == sites
+    assert any(text in str(r.spec) for r in regions), "\n".join(str(r.spec) for r in regions)
+
+
+@pytest.mark.parametrize("name", ["late", "late, shifted", "late, einsum, heads last", "scores by multiply and sum",
+                                  "both products by multiply and sum", "normalised, not masked", "scaled", "gated heads", "dropout before a cast"])
+def test_one_spec(name):
+    region, = capture(CASES[name][0], *qkv(), *CASES[name][1])
+    plain, = capture(lambda q, k, v: s(q, k).softmax(-1) @ v, *qkv())
+    assert str(region.spec) == str(plain.spec)
+
+
+def logits(q, k, v):
+    x = s(q, k).masked_fill(causal() == 0, -math.inf)
+    return x.softmax(-1) @ v, x.logsumexp(-1), torch.logsumexp(x, -1, keepdim=True) * 2
+
+
+def gated_by_the_sum(q, k, v):
+    x = s(q, k) + 3.0
+    return x.softmax(-1) @ v * x.logsumexp(-1).sigmoid()[..., None]
+
+
+@pytest.mark.parametrize("fn", (logits, gated_by_the_sum), ids=lambda f: f.__name__)
+def test_log_sum_exp_is_served(fn):
+    """The scores themselves are no longer computed. A number added to all scores counts here."""
+    regions = compare(fn, *qkv())
+    assert [r.fused for r in regions] == [True]
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(gm, example_inputs):
+        from flashfx.passes.pipeline import rewrite
+        rewrite(gm)
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(fn, backend=backend)(*qkv())
+    names = [str(n.target) for n in graphs[0].graph.nodes]
+    assert not any("matmul" in n or "logsumexp" in n or "softmax" in n for n in names), names
+
+
+def test_log_sum_exp_of_hidden_rows_is_left_alone():
+    """A finite constant shows in the log-sum-exp of a row that it hides entirely; ours has no such rows."""
+    mask = keep(B, 1, M, N)
+    mask[0, 0, 1] = False
+    fn = lambda q, k, v, m: (lambda x: (x.softmax(-1) @ v, x.logsumexp(-1)))(s(q, k).masked_fill(~m, LOWEST))
+    assert [r.fused for r in compare(fn, *qkv(), mask)] == [True]
+
+
+def test_late_and_dynamic():
+    regions = compare(lambda q, k, v: late(shifted(s(q, k)), v), *qkv(), dynamic=True)
+    assert [r.fused for r in regions] == [True]
+
+
+def test_rows_hidden_by_a_finite_constant_without_a_shift():
+    """exp(finfo.min) is 0: such a row is 0 / 0, where softmax would yield a mean."""
+    mask = keep(B, 1, M, N)
+    mask[0, 0, 1] = False
+    fn = lambda q, k, v, m: again(s(q, k).masked_fill(~m, LOWEST).exp()) @ v
+    region, = compare(fn, *qkv(grad=False), mask)
+    assert region.fused and "empty   nan" in str(region.spec)
+
+
+def test_shared_dropout_is_not_drawn_again():
+    """A factor behind a dropout that another product reads too stays where it is."""
+    def fn(q, k, v):
+        p = F.dropout(s(q, k).softmax(-1) * 2.0, 0.5)
+        return p @ v - p @ v
+
+    torch._dynamo.reset()
+    from .capture import Counting
+    assert not torch.compile(fn, backend=Counting())(*qkv(False)).any()
+
+
+def test_both_sites_of_one_node_or_none():
+    """One of two softmaxes is read elsewhere: what is left is computed as the model wrote it."""
+    def fn(q, k, v):
+        p = s(q, k).softmax(-1)
+        return (p - s(q, 2 * k).softmax(-1)) @ v, p
+
+    regions = compare(fn, *qkv())
+    assert sorted(r.fused for r in regions) == [False, True]
