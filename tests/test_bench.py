@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 import flashfx
 from flashfx.bench import variants as known
 from flashfx.bench.measure import Row, measure, operands
-from flashfx.bench.table import text
+from flashfx.bench.table import lines, summary
 from flashfx.bench.variants import VARIANTS, Shape
 
 N = 48
@@ -81,7 +81,9 @@ def test_a_wrong_peer_shows_in_its_error(monkeypatch):
 def test_a_peer_that_fails_is_a_row_that_says_why():
     row = measure("t5", "flash", shape(VARIANTS["t5"]))
     assert row.failed == "scaled_dot_product_attention cannot say it without an N x N tensor" and not row.ms
-    shown = text([row, Row("t5", "flashfx", 2, 8, 8, N, 16, "float32", {"both": 1.0}, {"both": 2.0})], ["both"])
+    rows = [row, Row("t5", "flashfx", 2, 8, 8, N, 16, "float32", {"both": 1.0}, {"both": 2.0})]
+    assert lines(rows, ["flash", "flashfx"], ["both"])[0].split()[-3:] == ["-", "2", "-"]
+    shown = "\n".join(summary(rows, ["both"]))
     assert f"no number for flash (t5 d=16 N={N}): scaled_dot_product_attention cannot say it" in shown
 
 

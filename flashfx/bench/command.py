@@ -13,8 +13,8 @@ from rich.progress import Progress
 
 from .measure import PASSES, clocks, measure
 from .peers import PEERS
+from .table import head, lines, summary
 from .table import plot as draw
-from .table import text
 from .variants import VARIANTS, Shape
 
 app = typer.Typer(no_args_is_help=True, help="FlashFX and its peers side by side, in one run, on random data.")
@@ -86,7 +86,7 @@ def attention(
     sizes = [(pair[0], pair[-1]) for pair in (_numbers(s.replace(":", ","), "head size") for s in head_size.split(","))]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     title = device_line(where)
-    print(title, flush=True)
+    print(f"{title}\n{head(who)}", flush=True)
     rows = []
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("", total=len(names) * len(sizes) * len(lengths) * len(who))
@@ -96,11 +96,14 @@ def attention(
                     count = heads or max(1, hidden // d)
                     share = group or VARIANTS[name].kv_ratio
                     shape = Shape(max(1, tokens // n), count, max(1, count // share), n, d, dv, DTYPES[dtype], where)
+                    together = []
                     for peer in who:
                         progress.update(task, description=f"{name} d={d} N={n} {peer}")
-                        rows.append(measure(name, peer, shape, which, check))
+                        together.append(measure(name, peer, shape, which, check))
                         progress.advance(task)
-    print(text(rows, which), flush=True)
+                    rows += together
+                    print("\n".join(lines(together, who, which)), flush=True)
+    print("\n".join(summary(rows, which)), flush=True)
     if now := clocks(where):
         print(f"[{now}]")
     if json_path:

@@ -20,6 +20,7 @@ def best_peer(rows: Sequence[Row], name: str, peers: Sequence[str] | None = None
 
 
 def groups(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
+    """Rows by workload."""
     found: dict[tuple, list[Row]] = {}
     for row in rows:
         found.setdefault(workload(row), []).append(row)
@@ -33,36 +34,40 @@ def ratio(rows: Sequence[Row], name: str) -> float | None:
     return ours.tflops[name] / best.tflops[name] if ours and best else None
 
 
-def text(rows: Sequence[Row], passes: Sequence[str]) -> str:
-    """One line a workload and pass: TFLOP/s of each peer, FlashFX over the fastest of them, errors, memory; then why a peer has no number."""
-    peers = list(dict.fromkeys(r.peer for r in rows))
-    lines = ["TFLOP/s of the visible work (forward 2 (d + dv) per visible pair, backward 2.5 times that), medians; ratio: flashfx over the "
-             "fastest peer",
-             f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'error':>10}{'eager':>10}{'MiB':>9}"]
-    reasons: dict[tuple[str, str], list[str]] = {}
-    ratios: dict[str, list[float]] = {name: [] for name in passes}
-    for key, group in groups(rows).items():
-        by_peer = {r.peer: r for r in group}
-        ours = by_peer.get(OURS)
-        for name in passes:
-            cells = "".join(f"{by_peer[p].tflops[name]:>10.0f}" if p in by_peer and name in by_peer[p].tflops else f"{'-':>10}" for p in peers)
-            found = ratio(group, name)
-            if found:
-                ratios[name].append(found)
-            tail = f"{found:>8.2f}" if found else f"{'-':>8}"
-            if name == passes[-1] and ours is not None and ours.error is not None:
-                tail += f"{ours.error:>10.1e}{ours.eager_error:>10.1e}"
-                tail += f"{ours.peak_mib:>9.0f}" if ours.peak_mib is not None else ""
-            lines.append(f"{key[0]:<10}{key[1]:>4}{key[5]:>7}  {name:<9}{cells}{tail}")
-        for row in group:
-            if row.failed:
-                reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={row.head_size} N={row.length}")
-    for name, found in ratios.items():
+def head(peers: Sequence[str]) -> str:
+    """What the lines of `lines` mean."""
+    return ("TFLOP/s of the visible work (forward 2 (d + dv) per visible pair, backward 2.5 times that), medians; ratio: flashfx over the "
+            "fastest peer\n"
+            f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'error':>10}{'eager':>10}{'MiB':>9}")
+
+
+def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> list[str]:
+    """One workload, one line a pass: TFLOP/s of each peer, FlashFX over the fastest of the others, its error, eager's, its memory."""
+    out, by_peer = [], {r.peer: r for r in group}
+    ours, first = by_peer.get(OURS), group[0]
+    for name in passes:
+        cells = "".join(f"{by_peer[p].tflops[name]:>10.0f}" if p in by_peer and name in by_peer[p].tflops else f"{'-':>10}" for p in peers)
+        found = ratio(group, name)
+        tail = f"{found:>8.2f}" if found else f"{'-':>8}"
+        if name == passes[-1] and ours is not None and ours.error is not None:
+            tail += f"{ours.error:>10.1e}{ours.eager_error:>10.1e}"
+            tail += f"{ours.peak_mib:>9.0f}" if ours.peak_mib is not None else ""
+        out.append(f"{first.variant:<10}{first.head_size:>4}{first.length:>7}  {name:<9}{cells}{tail}")
+    return out
+
+
+def summary(rows: Sequence[Row], passes: Sequence[str]) -> list[str]:
+    """Geometric means, and why a peer has no number."""
+    out = []
+    for name in passes:
+        found = [r for r in (ratio(group, name) for group in groups(rows).values()) if r]
         if len(found) > 1:
             mean = math.exp(sum(map(math.log, found)) / len(found))
-            lines.append(f"{name}: geometric mean of the ratios {mean:.3f}, least {min(found):.2f}, {len(found)} workloads")
-    lines += [f"no number for {peer} ({', '.join(where[:3])}{', …' if len(where) > 3 else ''}): {why}" for (peer, why), where in reasons.items()]
-    return "\n".join(lines)
+            out.append(f"{name}: geometric mean of the ratios {mean:.3f}, least {min(found):.2f}, {len(found)} workloads")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in (r for r in rows if r.failed):
+        reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={row.head_size} N={row.length}")
+    return out + [f"no number for {peer} ({', '.join(where[:3])}{', …' if len(where) > 3 else ''}): {why}" for (peer, why), where in reasons.items()]
 
 
 def plot(rows: Sequence[Row], passes: Sequence[str], path: str, title: str) -> None:

@@ -35,11 +35,14 @@ def median_ms(run, repeats: int) -> float:
     return sorted(a.elapsed_time(b) for a, b in times)[repeats // 2]
 
 
-def gpt2(batch: int = 16, length: int = 1024) -> None:
+CASES = ("eager:none", "eager:inductor", "sdpa:inductor", "eager:flashfx", "sdpa:flashfx")
+
+
+def gpt2(cases=CASES, batch: int = 16, length: int = 1024) -> None:
     """GPT-2 medium, bf16 weights, dropout 0.1, forward and backward."""
     from transformers import GPT2Config, GPT2LMHeadModel
     print(f"GPT-2 medium training step, B{batch} N{length}, bf16, dropout 0.1 (ms, peak GiB)")
-    for attn, backend in (("eager", None), ("eager", "inductor"), ("sdpa", "inductor"), ("eager", "flashfx"), ("sdpa", "flashfx")):
+    for attn, backend in (case.split(":") for case in cases):
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
@@ -48,7 +51,7 @@ def gpt2(batch: int = 16, length: int = 1024) -> None:
         model = GPT2LMHeadModel(config).cuda().bfloat16().train()
         model.loss_type = "ForCausalLM"
         ids = torch.randint(0, 50257, (batch, length), device="cuda")
-        fn = model if backend is None else torch.compile(model, backend=backend)
+        fn = model if backend == "none" else torch.compile(model, backend=backend)
 
         def step():
             model.zero_grad(set_to_none=True)
@@ -58,7 +61,7 @@ def gpt2(batch: int = 16, length: int = 1024) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         ms = median_ms(step, 10)
-        print(f"  {attn:<6} attention, {backend or 'eager':<9} {ms:8.2f} ms  {torch.cuda.max_memory_allocated() / 2**30:6.2f} GiB   [{clocks()}]", flush=True)
+        print(f"  {attn:<6} attention, {backend:<9} {ms:8.2f} ms  {torch.cuda.max_memory_allocated() / 2**30:6.2f} GiB   [{clocks()}]", flush=True)
         del model, fn
 
 
@@ -100,10 +103,11 @@ attention[b, h, g, i, j]
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["gpt2", "launch"])
+    parser.add_argument("--cases", default=",".join(CASES), help="attention:compiler, comma-separated")
     options = parser.parse_args(argv)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if "gpt2" in options.what:
-        gpt2()
+        gpt2(options.cases.split(","))
     if "launch" in options.what:
         launch()
     return 0

@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import fx
 
+from flashfx.compat import size_hint
 from flashfx.spec import AttentionSpec
 
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "mm", "__matmul__", "__rmatmul__"}
@@ -103,10 +104,15 @@ def matrices(gm: fx.GraphModule, scores: set[fx.Node], regions) -> tuple[list[fx
             t = n.meta.get("example_value")
             if not isinstance(t, torch.Tensor) or n.op not in ("call_function", "call_method") or id(t.untyped_storage()) in given:
                 continue
-            shape = tuple(map(int, t.shape[-2:]))
-            if n in scores | mask | bias and shape in sizes and t.untyped_storage().nbytes() >= shape[0] * shape[1] * t.element_size():
+            shape = tuple(map(_hint, t.shape[-2:]))
+            if n in scores | mask | bias and shape in sizes and _hint(t.untyped_storage().nbytes()) >= shape[0] * shape[1] * t.element_size():
                 (biases if n in bias else masks).append(n)
     return masks, biases
+
+
+def _hint(size) -> int:
+    """The size of the example; no guard on a symbol."""
+    return size if isinstance(size, int) else size_hint(size.node.shape_env, size.node.expr)
 
 
 def _modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
