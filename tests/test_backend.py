@@ -276,67 +276,6 @@ def test_a_site_that_no_kernel_can_run_is_refused_when_compiling():
     assert found[0].refusal.reason == "T4 (compute capability 7.5) has no bfloat16 matrix unit: use float16"
 
 
-# ---------------------------------------------------------------------------------------------------- dropout
-
-def dropped(**options):
-    compiled = torch.compile(lambda q, k, v: causal(q, k, v, p=0.3), backend="flashfx", options=options)
-
-    def run(seed):
-        q, k, v = qkv()
-        torch.manual_seed(seed)
-        out = compiled(q, k, v)
-        return out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))
-    return run
-
-
-@pytest.mark.parametrize("inner", ["inductor", "eager"])
-def test_dropout_follows_the_seed(inner):
-    run = dropped(inner=inner)
-    for a, b in zip(run(5), run(5)):
-        assert torch.equal(a, b)
-    assert not torch.equal(run(5)[0], run(6)[0])
-
-
-def test_dropout_backward_sees_the_bits_of_forward():
-    """With v the identity the output is the dropped weights, so dv is their transpose times the output's gradient."""
-    q, k, _ = qkv(1, 1, 24, 24)
-    v = torch.eye(24)[None, None].requires_grad_()
-    compiled = torch.compile(lambda q, k, v: causal(q, k, v, p=0.4), backend="flashfx", options={"inner": "aot_eager"})
-    weights = compiled(q, k, v)
-    upstream = torch.randn_like(weights)
-    dv, = torch.autograd.grad(weights, v, upstream)
-    torch.testing.assert_close(dv, weights.detach().transpose(-1, -2) @ upstream)
-    assert (weights == 0).tril().sum() > 100, "some visible weights were dropped"
-
-
-def test_seed_is_saved_when_activations_are_recomputed():
-    """activation_memory_budget < 1 would draw the seed again in backward; ours is saved."""
-    plain = dropped()(7)
-    torch._dynamo.reset()
-    with torch._functorch.config.patch(activation_memory_budget=0.3):
-        saved = dropped()(7)
-    for a, b in zip(plain, saved):
-        torch.testing.assert_close(a, b)
-
-
-def test_dropout_is_refused_at_budget_zero():
-    q, k, v = qkv()
-    with torch._functorch.config.patch(activation_memory_budget=0):
-        report = flashfx.explain(lambda q, k, v: causal(q, k, v, p=0.3), q, k, v)
-    assert report[0].refusal.reason == "dropout with activation_memory_budget = 0 would draw other random numbers in backward"
-
-
-def test_checkpointed_dropout_recomputes_the_same_bits():
-    def fn(q, k, v):
-        return checkpoint(lambda *a: causal(*a, p=0.3), q, k, v, use_reentrant=False)
-    q, k, _ = qkv(1, 1, 24, 24)
-    v = torch.eye(24)[None, None].requires_grad_()
-    weights = torch.compile(fn, backend="flashfx", options={"inner": "aot_eager"})(q, k, v)
-    upstream = torch.randn_like(weights)
-    dv, = torch.autograd.grad(weights, v, upstream)
-    torch.testing.assert_close(dv, weights.detach().transpose(-1, -2) @ upstream)
-
-
 # ---------------------------------------------------------------------------------------------------- caches
 
 CACHED = textwrap.dedent("""

@@ -188,3 +188,9 @@ def test_refused(name):
 
 def test_enough_rows():
     assert sum(r.reason is not None for r in (*FIRST.values(), *ROWS.values())) >= 60
+
+
+def test_attention_without_a_softmax_is_no_site():
+    def linear_attention(q, k, v):
+        return q.relu() @ (k.relu().transpose(-1, -2) @ v)
+    assert compare(linear_attention, *qkv(), exactly=True) == []
