@@ -173,7 +173,8 @@ def unflatten(linear: Affine, shape: Sequence[Size], extents: dict[str, Size]) -
         if bounds is None or not (at_least(bounds[0], 0) and at_least(s - 1, bounds[1])):
             for name, c in low:
                 inner = quotient(s, c)
-                if inner is not None and not same(inner, 1) and quotient(extents[name], inner) is not None:
+                whole = inner is not None and (same(inner, 1) or same(inner, extents[name]))  # splits nothing
+                if inner is not None and not whole and quotient(extents[name], inner) is not None:
                     raise SplitAxis(name, inner)
             raise NotAffine(f"a view mixes axes: {linear} does not split by {s}")
         digits.append(digit)
