@@ -154,6 +154,16 @@ def _add_dq(site: Site, out: Writer) -> None:
         out.line(f"reduce_add({tiles_name('dQ', c)}, {position(site, 'Q', 'i0', c)}, dq_tile{c.suffix}.index(0))")
 
 
+def _scores_and_dp(site: Site, out: Writer) -> None:
+    """Issue S^T and dP^T of a tile as soon as its q and dO are there; wait for the first."""
+    out.line("mbarrier.wait(q_full.index(slot), phase)")
+    _issue_scores(site, out, "q")
+    out.line("mbarrier.wait(do_full.index(slot), phase)")
+    _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
+    out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "dP still runs")
+    out.assign("lse2", "lse2_ring.index(slot).load(rowwise)")
+
+
 def _accumulate(site: Site, partial: str, others) -> Partition:
     spec, nq, nv = site.spec, len(site.qk_chunks), len(site.v_chunks)
     consumer = Partition("accumulate", "Two warpgroups: one tile of keys against all query rows that see it.")
@@ -187,12 +197,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
             out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
         for c in site.v_chunks:
             out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
-        out.line("mbarrier.wait(q_full.index(slot), phase)")
-        _issue_scores(site, out, "q")
-        out.line("mbarrier.wait(do_full.index(slot), phase)")
-        _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
-        out.assign("qk", f"warpgroup_mma_wait({nv}, [next_qk])", "dP still runs")
-        out.assign("lse2", "lse2_ring.index(slot).load(rowwise)")
+        _scores_and_dp(site, out)
         signed = _weights(site, body, out, partial)
         for c in site.v_chunks:
             out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
@@ -315,12 +320,7 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
         for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
             for c in found:
                 out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
-        out.line("mbarrier.wait(q_full.index(slot), phase)")
-        _issue_scores(site, out, "q")
-        out.line("mbarrier.wait(do_full.index(slot), phase)")
-        _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
-        out.assign("qk", f"warpgroup_mma_wait({nv}, [next_qk])", "dP still runs")
-        out.assign("lse2", "lse2_ring.index(slot).load(rowwise)")
+        _scores_and_dp(site, out)
         signed = _weights(site, body, out, partial, str(HALF), 4)
         for c in site.v_chunks:
             out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
