@@ -41,8 +41,8 @@ def qkv(*shape, dtype=torch.float32, grad=True):
 class Counting:
     """A backend that rewrites and runs the graph as it stands, keeping graphs and regions."""
 
-    def __init__(self, **options):
-        self.options, self.graphs, self.regions = Options(inner="eager", **options), [], []
+    def __init__(self, inner="eager", **options):
+        self.options, self.graphs, self.regions = Options(inner=inner, **options), [], []
 
     def __call__(self, gm, example_inputs):
         from flashfx.backend import compile_rewritten

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flashfx import op  # noqa: F401  registers flashfx::attention
-from flashfx.options import Options
+
+from .test_backend import Counting as Rewriting
 
 HEADS, WIDTH = 4, 32
 
@@ -21,18 +22,11 @@ def fresh():
     torch._dynamo.reset()
 
 
-class Counting:
-    """A backend that keeps regions and rewritten graphs."""
+class Counting(Rewriting):
+    """Verifies each site; all must be fused."""
 
     def __init__(self, inner="aot_eager"):
-        self.options, self.graphs, self.regions = Options(inner=inner, verify=True), [], []
-
-    def __call__(self, gm, example_inputs):
-        from flashfx.backend import compile_rewritten
-        run, regions = compile_rewritten(gm, example_inputs, self.options, {})
-        self.graphs.append(gm)
-        self.regions += regions
-        return run
+        super().__init__(inner, verify=True)
 
     @property
     def fused(self) -> int:
