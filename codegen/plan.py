@@ -173,7 +173,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
     step = 64 if head <= 64 else 128 if head <= 128 else 256
     if kernel == "dense":
-        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 else (64, 64, 4, 1)
+        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 or spec.is_data_masked else (64, 64, 4, 1)
     else:
         several = len(chunks(max(problem.D, problem.Dv))) > 1
         tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
@@ -184,6 +184,8 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
                      ("forward", False): (32, 32, 4, 2)}.get((kernel, head <= 128), start)
         elif several and found == "tcgen05" and kernel == "keys" and heavy and head <= 128:
             start = (32, 64, 4 if head <= 80 else 8, 2)
+        if kernel == "rows" and found == "mma" and heavy and spec.is_data_masked:
+            start = (min(start[0], 64), min(start[1], 32), *start[2:])
         if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
             masked = max(problem.D, problem.Dv) % 16 > 0  # the last piece has columns to hide
             start = {("mma", 128): (32, 32, 8, 1) if masked else start, ("mma", 256): (16, 32, 8, 2),

@@ -51,8 +51,8 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
             conditions.append(f"(j0 < {program.value(found.hi)})")
         if site.listed or spec.is_data_masked:  # far cheaper than the products that an empty tile spares
             program.enter(out, [spec.visible])
-            out.assign("visible", f"tl.broadcast_to({program.tile(spec.visible)}, BLOCK_M, BLOCK_N)")
-            conditions.append("(tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0)")
+            out.assign("shown", f"tl.broadcast_to({program.tile(spec.visible)}, BLOCK_M, BLOCK_N)")
+            conditions.append("(tl.max(tl.max(shown.to(tl.int32), 1), 0) > 0)")
         seen = " & ".join(conditions)
         if seen and site.averages:
             seen = f"({seen}) | (tl.max(mean, 0) > 0.0)"
