@@ -27,10 +27,10 @@ def kernels(site: Site) -> dict[str, Kernel]:
     if any(site.needs):
         found["delta"] = delta_kernel(site)
     if site.one_pass:
-        return found | {"keys": hopper_backward.keys_kernel(site), "rows": hopper_backward.finish_kernel(site)}
-    if site.needs[1] or site.needs[2] or site.loads_over("j"):
+        found |= {"keys": hopper_backward.keys_kernel(site), "rows": hopper_backward.finish_kernel(site)}
+    elif site.needs[1] or site.needs[2] or site.loads_over("j"):
         found["keys"] = keys_kernel(site)
-    if site.needs[0] or site.loads:
+    if not site.one_pass and (site.needs[0] or site.loads):
         found["rows"] = rows_kernel(site)
     for load in site.loads_over("i", "j"):
         found[f"dense {buffer(site, load)}"] = dense_kernel(site, load)
@@ -177,9 +177,16 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     return [name if need else "None" for name, need in zip(("grad_q", grad_k, grad_v), site.needs)]
 
 
+def _is_final(site: Site, load: Load) -> bool:
+    """Is the dense gradient of a load, element for element, the captured tensor's own where both have the same size?"""
+    names = [a.name for a in load.index if not isinstance(a, Const)] if captured.is_plain(site.spec, load) else []
+    return names == list(captured.dims_of(site.spec, load)) and sum(x.name == load.name for x in site.loads) == 1
+
+
 def _dense(site: Site, load: Load, kernel: Kernel, out: Writer) -> None:
     axes = [a for a in captured.dims_of(site.spec, load) if a not in ("i", "j")]
-    out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in axes), 'M', 'N'])}, dtype=torch.float32, device=q.device)",
+    dtype = f"{local(load.name)}.dtype" if _is_final(site, load) else "torch.float32"
+    out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in axes), 'M', 'N'])}, dtype={dtype}, device=q.device)",
              f"gradient of {load}")
     kernel.call(f'(triton.cdiv(M, DENSE["BLOCK_M"]) * triton.cdiv(N, DENSE["BLOCK_N"]) * {count(axes)},)', out)
 
@@ -188,6 +195,19 @@ def _captured(site: Site, tensor: str, out: Writer) -> str:
     """Sum the gradients of all loads of one tensor into its own shape; returns the host expression."""
     spec, name = site.spec, f"grad_{tensor}"
     source = local(tensor)
+    final = next((buffer(site, x) for x in site.loads_over("i", "j") if x.name == tensor and _is_final(site, x)), "")
+    if final:
+        with out.block(f"if {final}.numel() == {source}.numel():"):
+            out.line(f"{name} = {final}.view({source}.shape)")
+        with out.block("else:", "only a part of it is read"):
+            _accumulated(site, tensor, name, source, out)
+    else:
+        _accumulated(site, tensor, name, source, out)
+    return f"{name}.to({source}.dtype)"
+
+
+def _accumulated(site: Site, tensor: str, name: str, source: str, out: Writer) -> None:
+    spec = site.spec
     out.line(f"{name} = torch.zeros({source}.shape, dtype=torch.float32, device={source}.device)")
     for load in (x for x in site.loads if x.name == tensor):
         dims = captured.dims_of(spec, load)
@@ -212,4 +232,3 @@ def _captured(site: Site, tensor: str, out: Writer) -> str:
                                                 "index_grid(SPEC, sizes, M, N, q.device)",
                                                 f"dict(zip({[a.name for a in spec.aux]!r}, aux))"], ")"):
                 out.line(text)
-    return f"{name}.to({source}.dtype)"

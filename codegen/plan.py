@@ -297,7 +297,8 @@ def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, 
             continue
         if given or shared <= gpu.shared_per_block and registers <= hopper.register_limit(kernel, m):
             reason = "tiles given by the caller" if given else f"{shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, about {registers:.0f} registers"
-            return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason, listed=listed)
+            dense = _dense(direction, spec, problem, gpu) if direction == "backward" else None
+            return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason, dense=dense, listed=listed)
     return None
 
 
@@ -328,9 +329,13 @@ def _portable(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, u
     if direction == "forward":
         return replace(_plan("forward", direction, spec, problem, gpu, use), listed=listed)
     rows = _plan("rows", direction, spec, problem, gpu, use)
-    needs_dense = any({"i", "j"} <= load.variables for load in spec.score.loads if load.kind == "float")
-    dense = _plan("dense", direction, spec, problem, gpu, False) if needs_dense else None
-    return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=dense, listed=listed)
+    return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=_dense(direction, spec, problem, gpu), listed=listed)
+
+
+def _dense(direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> Plan | None:
+    """Tiles of the kernel for gradients of loads over rows and keys, if there are any."""
+    needed = any({"i", "j"} <= load.variables for load in spec.score.loads if load.kind == "float")
+    return _plan("dense", direction, spec, problem, gpu, False) if needed else None
 
 
 def why_not(spec: AttentionSpec, problem: Problem, gpu: GPU) -> str | None:

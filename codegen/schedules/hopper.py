@@ -5,6 +5,7 @@ from ...compat import interpreting
 from ...expr import QK, Call, Const, Var, walk
 from ...region import Problem
 from ...spec import BLOCK, AttentionSpec
+from ..captured import differentiable_loads
 from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, peel, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
@@ -40,8 +41,8 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
         return "the score does not depend on q . k"
     if direction == "forward":
         return None
-    if any(needs[3:]):
-        return "captured tensors need gradients"
+    if any(not {"i", "j"} <= load.variables for load in differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))):
+        return "captured tensors that are not read at both row and key need gradients"
     if deterministic:
         return "it adds dQ up in no fixed order, and deterministic algorithms are asked for"
     if spec.k != spec.v or not spec.k <= spec.q:

@@ -7,15 +7,16 @@ of a step: the assembler would serialise those that are.
 """
 from __future__ import annotations
 
-from ...expr import QK, Var
+from ...expr import QK, Const, Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
 from ..parts import LOG2E, Site, count, decode, flatten, tiles_name
 from ..philox import threshold
 from ..program import Program
 from ..writer import Kernel, Writer
-from .common import Body, mean_share, padded_rows, scaled
-from .hopper import barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tma_arguments
+from .common import Body, scaled
+from .hopper import barriers, block_shape, listed_tiles, position, reserve, segments, tile_view, tma_arguments
+from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
@@ -55,7 +56,7 @@ def keys_kernel(site: Site) -> Kernel:
         partial = f"{partial} | (j0 + BLOCK_N > N)"
     elif not partial and not site.whole:
         partial = "j0 + BLOCK_N > N"
-    out.assign("steps", f"count * {count(others)}" if others else "count", "the queries that share these keys, one after the other" if others else "")
+    out.assign("steps", f"tl.maximum(count * {count(others)}, 1)" if others else "tl.maximum(count, 1)", "the queries that share these keys, one after the other" if others else "")
     if not others:
         out.assign("z", "y")
     if spec.dropout:
@@ -70,57 +71,18 @@ def keys_kernel(site: Site) -> Kernel:
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
     layout = f"gl.NVMMASharedLayout.get_default_for([{keys}, BLOCK_M], {dtype})"
     out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{f'STAGES * 2, {keys}' if is_split(site) else keys}, BLOCK_M], {layout})")
-    for name in ("lse2_ring", "delta_ring"):
-        out.assign(name, "gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+    reserve_rows(site, out)
     barriers(out, 1, {"kv_full": 1})
     ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
-    producer = (_load_tiles(site, others), [], 1, PRODUCER_REGISTERS)
+    producer = (load_tiles(site, others, halves, HALF), [], 1, PRODUCER_REGISTERS)
     if is_split(site):
         half, own, few = _accumulate_half(site, partial, others), *SPLIT_REGISTERS
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (_sum_dq(site, others), [], 4, few), producer])
     else:
         kernel.start([(_accumulate(site, partial, others), [], WARPS, REGISTERS), producer])
     return kernel
-
-
-def _step(site: Site, out: Writer, others) -> None:
-    """Where step `step` is: first row i0 and batch index z."""
-    if others:
-        out.assign("g", "step // count")
-        decode(out, others, "g")
-        out.assign("z", flatten(site.spec.axes))
-        out.assign("t", "step % count")
-    else:
-        out.assign("t", "step")
-    out.assign("i0", tile_start(site, "i", "t", "average != 0" if site.averages else ""))
-    out.assign("slot", "step % STAGES")
-    out.assign("phase", "step // STAGES & 1")
-
-
-def _load_tiles(site: Site, others) -> Partition:
-    producer = Partition("load_rows", "One warp: copies the tile of keys and values, then the query rows, their output's gradients, log-sum-exps and deltas.")
-    out = producer.body
-    wide = sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
-    out.line(f"mbarrier.expect(kv_full.index(0), BLOCK_N * {wide * 2})")
-    for n in range(2 if is_split(site) else 1):
-        for operand in ("K", "V"):
-            read_by_tma(site, out, operand, f"j0 + {n * HALF}" if n else "j0", "BLOCK_N", "kv_full.index(0)", f"{operand.lower()}_tile", str(n), expect=False)
-    out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
-    with out.block("for step in tl.range(0, steps):"):
-        _step(site, out, others)
-        out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
-        out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z')} + i)")
-        out.assign("delta", f"tl.load(Delta + {padded_rows('z')} + i)")
-        out.line("mbarrier.wait(q_empty.index(slot), phase ^ 1)")
-        read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot")
-        out.line("lse2_ring.index(slot).store(lse2)")
-        out.line("delta_ring.index(slot).store(delta)")
-        out.line("mbarrier.arrive(q_full.index(slot), count=1)")
-        out.line("mbarrier.wait(do_empty.index(slot), phase ^ 1)")
-        read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")
-    return producer
 
 
 def _names(prefix: str, found) -> str:
@@ -161,7 +123,6 @@ def _scores_and_dp(site: Site, out: Writer) -> None:
     out.line("mbarrier.wait(do_full.index(slot), phase)")
     _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
     out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "dP still runs")
-    out.assign("lse2", "lse2_ring.index(slot).load(rowwise)")
 
 
 def _accumulate(site: Site, partial: str, others) -> Partition:
@@ -191,7 +152,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
     out.line("mbarrier.wait(kv_full.index(0), 0)")
     with out.block("for step in tl.range(0, steps):"):
-        _step(site, out, others)
+        step_at(site, out, others)
         out.assign("i", "i0 + rows")
         for c in site.qk_chunks:
             out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
@@ -227,11 +188,13 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
 def _score_gradient(site: Site, body: Body, out: Writer, signed: bool) -> None:
     """ds, the gradient of the products qk, from dP; signed: the sign of slope says what dropout keeps."""
     spec = site.spec
-    out.assign("delta", "delta_ring.index(slot).load(rowwise)")
+    out.assign("delta", from_ring("delta_ring"))
     if spec.dropout:
         out.assign("dp", f"tl.where({'slope > 0.0' if signed else 'keep'}, dp * {1.0 / (1.0 - spec.dropout)!r}, 0.0)")
     out.assign("ds", f"{'tl.abs(slope)' if signed else 'slope'} * (dp - delta[None, :])")
-    body.replaced(out)
+    if site.averages and spec.empty_row is EmptyRow.MEAN:
+        out.assign("mean", from_ring("mean_ring"))
+        body.replaced(out)
     out.assign("ds", f"ds.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
 
 
@@ -262,24 +225,26 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     visible = [spec.visible] if spec.is_masked else []
     wanted = [scaled(site, QK)[0]]
     program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if site.averages else [])], "")
-    late = spec.empty_row is EmptyRow.MEAN_ADD  # else dS needs `mean` too
-    if not late:
-        mean_share(site, out)
-    out.assign("p", f"tl.exp2({program.tile(site.raw)} * {site.factor * LOG2E!r} - {body.across('lse2')})")
-    if partial:
+    rows_from_rings(site, program)
+    raw = program.tile(site.raw)
+    if partial:  # hidden before exp and not after it: the tile stays where the product left it
+        name = raw if raw == "qk" else out.assign("raw", raw)
         def hide() -> None:
             seen = [*beyond, *(program.tile(v) for v in visible)]
-            out.assign("p", f"tl.where({' & '.join(seen)}, p, 0.0)")
+            masked = f"tl.where({' & '.join(seen)}, {name}, float('-inf'))" if seen else name
             if site.averages:
-                if late:
-                    mean_share(site, out)
-                body.averaged(out, beyond)
+                over = [*beyond, *([program.tile(spec.empty_over)] if spec.empty_over != Const(True) else [])]
+                mean = f"tl.where({' & '.join(over)}, 0.0, float('-inf'))" if over else "0.0"
+                masked = f"tl.where({body.across(from_ring('mean_ring'))} > 0.0, {mean}, {masked})"
+            out.assign(name, masked, "rows that average v: exp2(0 - log2(their keys))" if site.averages else "")
         if partial == "True":
             hide()
         else:
             with program.branch(), out.block(f"if {partial}:"):
                 hide()
-    rest = body.times(wanted[0], "p")
+        raw = program.body.names[site.raw] = name
+    out.assign("p", f"tl.exp2({raw} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))})")
+    rest = body.times(wanted[0], "p", bool(partial))
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
         out.assign("keep", f"keep_scores(seed, z, key0, i0, {threshold(spec.dropout)}, {rows}, BLOCK_M, {warps}, True, scores)")
@@ -315,7 +280,7 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
             out.assign(f"d{letter}{c.suffix}", f"gl.zeros([{HALF}, {c.width}], gl.float32, d{letter}_layout{c.suffix})")
     out.line("mbarrier.wait(kv_full.index(0), 0)")
     with out.block("for step in tl.range(0, steps):"):
-        _step(site, out, others)
+        step_at(site, out, others)
         out.assign("i", "i0 + rows")
         for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
             for c in found:
@@ -351,7 +316,7 @@ def _sum_dq(site: Site, others) -> Partition:
         out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
     out.line("mbarrier.wait(kv_full.index(0), 0)")
     with out.block("for step in tl.range(0, steps):"):
-        _step(site, out, others)
+        step_at(site, out, others)
         out.line("mbarrier.wait(ds_full.index(slot), phase)")
         for c in chunks:
             for n in range(2):

@@ -1,0 +1,91 @@
+"""What the one warp does that feeds the Hopper backward: tiles by TMA, and row vectors through rings in shared memory.
+
+Consumers read a row vector where they need it and forget it: registers are what they lack, and loads from global memory would stand
+between two matrix products.
+"""
+from __future__ import annotations
+
+from ...expr import BOOL, FLOAT, Load
+from ..gluon import Partition
+from ..parts import Site, decode, flatten, local
+from ..program import Program
+from ..writer import Writer
+from .common import mean_share, padded_rows
+from .hopper import read_by_tma, tile_start
+
+MOST_VECTORS = 6
+"""Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
+
+
+def row_loads(site: Site) -> list[Load]:
+    """Captured tensors read at the row and not at the key, which the producer reads for the consumers."""
+    return [load for load in site.spec.loads if load.variables & {"i", "j"} == {"i"}][:MOST_VECTORS]
+
+
+def row_ring(site: Site, load: Load) -> str:
+    return f"row_ring_{row_loads(site).index(load)}"
+
+
+def reserve_rows(site: Site, out: Writer) -> None:
+    """Rings of the row vectors."""
+    types = {name: "gl.float32" for name in ("lse2_ring", "delta_ring", *(["mean_ring"] if site.averages else []))}
+    kinds = {FLOAT: "gl.float32", BOOL: "gl.int32"}
+    types |= {row_ring(site, load): kinds.get(load.kind, f"{local(load.name)}_ptr.dtype.element_ty") for load in row_loads(site)}
+    for name, dtype in types.items():
+        out.assign(name, f"gl.allocate_shared_memory({dtype}, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+
+
+def from_ring(name: str) -> str:
+    return f"{name}.index(slot).load(rowwise)"
+
+
+def rows_from_rings(site: Site, program: Program) -> None:
+    """Let the body just entered read row vectors from their rings, wherever it names them."""
+    for load in row_loads(site):
+        text = from_ring(row_ring(site, load))
+        program.body.names[load] = f"({text} != 0)" if load.kind == BOOL else text
+
+
+def step_at(site: Site, out: Writer, others) -> None:
+    """Where step `step` is: first row i0 and batch index z."""
+    if others:
+        out.assign("g", "step // count")
+        decode(out, others, "g")
+        out.assign("z", flatten(site.spec.axes))
+        out.assign("t", "step % count")
+    else:
+        out.assign("t", "step")
+    out.assign("i0", tile_start(site, "i", "t", "average != 0" if site.averages else ""))
+    out.assign("slot", "step % STAGES")
+    out.assign("phase", "step // STAGES & 1")
+
+
+def load_tiles(site: Site, others, halves: int, half: int) -> Partition:
+    """halves: tiles of `half` keys each, or one of BLOCK_N."""
+    producer = Partition("load_rows", "One warp: copies the tile of keys and values, then query rows, their output's gradients and what else belongs to a row.")
+    out = producer.body
+    wide = sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
+    out.line(f"mbarrier.expect(kv_full.index(0), BLOCK_N * {wide * 2})")
+    for n in range(halves):
+        for operand in ("K", "V"):
+            read_by_tma(site, out, operand, f"j0 + {n * half}" if n else "j0", "BLOCK_N", "kv_full.index(0)", f"{operand.lower()}_tile", str(n), expect=False)
+    out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
+    program = Program(site.spec, out.section(), inner="i", columns="i", varying=others)
+    with out.block("for step in tl.range(0, steps):"):
+        step_at(site, out, others)
+        out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
+        out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z')} + i)")
+        out.assign("delta", f"tl.load(Delta + {padded_rows('z')} + i)")
+        if site.averages:
+            mean_share(site, out)
+            out.assign("lse2", "tl.where(mean > 0.0, -tl.log2(mean), lse2)")
+        program.enter(out, row_loads(site))
+        found = {row_ring(site, load): program.value(load) + ".to(tl.int32)" * (load.kind == BOOL) for load in row_loads(site)}
+        out.line("mbarrier.wait(q_empty.index(slot), phase ^ 1)")
+        read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot")
+        for name, value in ({"lse2_ring": "lse2", "delta_ring": "delta"} | ({"mean_ring": "mean"} if site.averages else {}) | found).items():
+            out.line(f"{name}.index(slot).store({value})")
+        out.line("mbarrier.arrive(q_full.index(slot), count=1)")
+        out.line("mbarrier.wait(do_empty.index(slot), phase ^ 1)")
+        read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")
+    return producer
