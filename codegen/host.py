@@ -11,6 +11,7 @@ from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules import hopper_backward, hopper_forward
 from .schedules.forward import forward_kernel
+from .schedules.hopper_captured import allocate_stored, stored_load, sum_stored
 from .writer import Kernel, Writer, wrapped
 
 
@@ -32,9 +33,14 @@ def kernels(site: Site) -> dict[str, Kernel]:
         found["keys"] = keys_kernel(site)
     if not site.one_pass and (site.needs[0] or site.loads):
         found["rows"] = rows_kernel(site)
-    for load in site.loads_over("i", "j"):
+    for load in _dense_loads(site):
         found[f"dense {buffer(site, load)}"] = dense_kernel(site, load)
     return found
+
+
+def _dense_loads(site: Site) -> list[Load]:
+    """Loads over rows and keys whose gradient has a kernel of its own."""
+    return [load for load in site.loads_over("i", "j") if load != stored_load(site)]
 
 
 def _unpack(site: Site, out: Writer) -> None:
@@ -123,7 +129,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
             results[0] = _rows(site, found["rows"], out)
         if "keys" in found and not site.one_pass:
             results[1], results[2] = _keys(site, found["keys"], out)
-        for load in site.loads_over("i", "j"):
+        for load in _dense_loads(site):
             _dense(site, load, found[f"dense {buffer(site, load)}"], out)
         for a, need in zip(spec.aux, site.needs[3:]):
             results.append(_captured(site, a.name, out) if need else "None")
@@ -171,7 +177,9 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     axes, shape = site.axes_of("k", "v"), _shape([*(extent(a) if a in site.spec.q else "1" for a in site.spec.axes), "M", str(site.D)])
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
+    allocate_stored(site, out)
     found["keys"].call(_grid("KEYS", "BLOCK_N", "N", axes), out)
+    sum_stored(site, out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
     found["rows"].call('(triton.cdiv(sum_q.numel(), ROWS["BLOCK"]),)', out)
     return [name if need else "None" for name, need in zip(("grad_q", grad_k, grad_v), site.needs)]

@@ -89,6 +89,8 @@ class Site:
     q_tiles: int = 1             # query tiles of that schedule in shared memory
     programs: int = 0            # of that schedule: one for each multiprocessor
     one_pass: bool = False       # the Hopper backward schedule
+    tiled: tuple[str, ...] = ()  # captured tensors of which it reads tiles by TMA
+    stored: str = ""             # captured tensor whose gradient it stores
 
     @property
     def loads(self) -> list[Load]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from typing import Sequence
 
 import torch
 
@@ -18,7 +19,7 @@ from .blocks import pays
 from .gpu import GPU
 from .parts import chunks, peel
 from .ranges import bounds
-from .schedules import hopper
+from .schedules import hopper, hopper_captured
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DIRECTIONS = ("forward", "backward")
@@ -36,6 +37,8 @@ class Plan:
     precision  of float32 matrix products: "ieee" or "tf32"
     descriptors  tiles are read by the tensor memory accelerator
     listed     tiles to visit come from the mask's run-time summary
+    tiled      captured tensors of which the Hopper backward reads tiles by TMA
+    stored     captured tensor whose gradient it stores as it goes
     reason     why these tiles
     """
 
@@ -54,6 +57,8 @@ class Plan:
     rows: Plan | None = None
     dense: Plan | None = None
     listed: bool = False
+    tiled: tuple[str, ...] = ()
+    stored: str = ""
 
     @property
     def options(self) -> dict[str, int]:
@@ -173,7 +178,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
     step = 64 if head <= 64 else 128 if head <= 128 else 256
     if kernel == "dense":
-        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 or spec.is_data_masked else (64, 64, 4, 1)
+        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 or spec.is_data_masked else (64, 64, 8 if found == "wgmma" else 4, 1)
     else:
         several = len(chunks(max(problem.D, problem.Dv))) > 1
         tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
@@ -288,27 +293,28 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool) -> Plan | None:
+def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool, tiled: tuple[str, ...]) -> Plan | None:
     """The Hopper schedule's tiles, or None if they do not fit."""
     given, heavy = kernel in OVERRIDE, hopper.is_heavy(spec)
     for m, n, warps, stages in [OVERRIDE[kernel]] if given else hopper.ladder(kernel, spec, problem, listed):
-        shared, registers = hopper.shared_bytes(kernel, problem, m, n, stages), hopper.registers_per_thread(kernel, problem, m, n, heavy)
+        shared, registers = hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled), hopper.registers_per_thread(kernel, problem, m, n, heavy)
         if listed and BLOCK % m:  # a tile of rows lies in one block of the summary
             continue
         if given or shared <= gpu.shared_per_block and registers <= hopper.register_limit(kernel, m):
             reason = "tiles given by the caller" if given else f"{shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, about {registers:.0f} registers"
             dense = _dense(direction, spec, problem, gpu) if direction == "backward" else None
-            return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason, dense=dense, listed=listed)
+            return Plan("hopper", direction, kernel, m, n, warps, stages, shared, gpu, matmul_precision(), True, reason, dense=dense, listed=listed, tiled=tiled)
     return None
 
 
 def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None,
-              listed: bool | None = None, needs: tuple[bool, ...] | None = None) -> Plan:
+              listed: bool | None = None, needs: tuple[bool, ...] | None = None, tiled: Sequence[str] | None = None) -> Plan:
     """Tiles for "forward", or for "backward": the plan of the dK/dV kernel with `rows` and `dense` beside it.
 
     descriptors  False if the operands' strides rule out TMA; by default it is used where the card has it
     listed       is there a run-time summary of the mask? By default where it pays
     needs        which of (q, k, v, *aux) get gradients; all that can unless given
+    tiled        captured tensors of which TMA can read tiles; all that are read so unless given
     Raises PlanError naming the limit if nothing fits.
     """
     if direction not in DIRECTIONS:
@@ -317,9 +323,11 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     listed = pays(spec, problem) if listed is None else listed
     why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs)
     if why is None:
-        found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu, listed)
+        names = {load.name for load in hopper_captured.candidates(spec)} if direction == "backward" else set()
+        tiled = tuple(sorted(names if tiled is None else names & {*tiled}))
+        found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu, listed, tiled)
         if found is not None:
-            return found
+            return replace(found, stored=hopper_captured.storable(spec, problem, tiled, all_needs(spec) if needs is None else needs) if tiled else "")
         why = "no tile fits its registers and shared memory"
     plan = _portable(spec, problem, gpu, direction, use, listed)
     return plan if gpu.capability != (9, 0) else replace(plan, reason=f"{plan.reason}; not warp-specialised: {why}")

@@ -105,6 +105,10 @@ class Program:
         yield
         self.body.names = before
 
+    def forget_rows(self) -> None:
+        """Vectors over rows assigned in the loop's body are unknown from here on."""
+        self.body.names = {e: name for e, name in self.body.names.items() if self.dims(e) != {"i"}}
+
     # shapes
 
     @staticmethod

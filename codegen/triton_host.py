@@ -31,15 +31,15 @@ def problem_of(spec: AttentionSpec, q, k, v, sizes: Sequence[int]) -> Problem:
 
 
 def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, needs: tuple[bool, ...], descriptors: bool,
-               listed: bool = False):
+               listed: bool = False, tiled: Sequence[str] = ()):
     """The generated module; sizes other than head sizes do not enter its text, so that new lengths compile nothing new."""
     if device.type == "cpu":
         compat.repair_interpreter()
     card = gpu.current(device)
     forward = plan.make_plan(spec, problem, card, "forward", descriptors, listed)
-    backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed, needs) if any(needs) else None
+    backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed, needs, tiled) if any(needs) else None
     key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision,
-           forward.descriptors, listed, forward.schedule, backward and backward.schedule, card.sms,
+           forward.descriptors, listed, forward.schedule, backward and (backward.schedule, backward.tiled, backward.stored), card.sms,
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
@@ -102,6 +102,11 @@ def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
             and (grad_out is None or describable(grad_out)))
 
 
+def _tiled(spec: AttentionSpec, aux) -> list[str]:
+    """Captured tensors of which TMA can read tiles that are as wide as those of q."""
+    return [a.name for a, t in zip(spec.aux, aux) if t.element_size() == 2 and t.dim() > 1 and describable(t)]
+
+
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None):
     """`launch.forward` on a GPU or in Triton's interpreter."""
     operands = (q, k, v, seed, *(blocks or (None, None)), *aux)
@@ -148,7 +153,7 @@ def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs, listed:
     """The function of (q, k, v, seed, grad_out, out, lse, grad_lse, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
-    module = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out), listed)
+    module = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out), listed, _tiled(spec, aux))
 
     def run(q, k, v, seed, grad_out, out, lse, grad_lse, rows, keys, *aux):
         operands = (q, k, v, *aux)

@@ -152,13 +152,14 @@ class Body:
         if self.site.averages and self.site.spec.empty_row is EmptyRow.MEAN:
             out.assign("ds", f"tl.where({self.across('mean')} > 0.0, 0.0, ds)", "a constant replaced these scores")
 
-    def times(self, rest: Expr, factor: str = "ds", hidden: bool = False) -> str:
-        """ds (or p) times a derivative (its constant left out); where p is 0 the derivative may be anything. hidden: is the score -inf there?"""
+    def times(self, rest: Expr, factor: str = "ds", hidden: bool = False, weight: str = "p") -> str:
+        """ds (or p) times a derivative (its constant left out); where p is 0 the derivative may be anything. hidden: is the score -inf there? weight: p, or what
+        has its zeros."""
         if rest == Const(1.0):
             return factor
         text = f"{factor} * {self.program.tile(rest)}"
         finite = not any(_unbounded(x) for x in _nodes(rest)) and not (hidden and self.site.raw in _nodes(rest))
-        return text if finite else f"tl.where(p > 0.0, {text}, 0.0)"
+        return text if finite else f"tl.where({weight} != 0.0, {text}, 0.0)"
 
 
 def _unbounded(e: Expr) -> bool:

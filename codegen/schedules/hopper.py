@@ -1,6 +1,8 @@
 """What the warp-specialised Hopper schedules share: what they take, TMA descriptors, shared memory, barriers, the order of tiles."""
 from __future__ import annotations
 
+from typing import Sequence
+
 from ...compat import interpreting
 from ...expr import QK, Call, Const, Var, walk
 from ...region import Problem
@@ -249,13 +251,15 @@ def q_tiles(problem: Problem, m: int, n: int, stages: int) -> int:
     return 1 + (_forward_bytes(problem, m, n, stages) + 2 * m * padded(problem.D) <= 227 * 1024)
 
 
-def shared_bytes(kernel: str, problem: Problem, m: int, n: int, stages: int) -> int:
+def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = ()) -> int:
     """An upper bound of the shared memory that the compiler takes for a kernel: tiles, barriers, and what partitions are handed."""
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
         return _forward_bytes(problem, m, n, stages) + 2 * m * d * (q_tiles(problem, m, n, stages) - 1)
     copies = stages if max(d, dv) <= 64 else 1  # of dS
-    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + 8 * stages * m + 2048
+    rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
+    captured = 2 * m * n * sum(load.name in tiled for load in spec.score.loads)
+    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + stages * (4 * rows * m + captured) + 2048
 
 
 def options(kernel: str, m: int, n: int, warps: int, stages: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, scaled
 from .hopper import barriers, block_shape, listed_tiles, position, reserve, segments, tile_view, tma_arguments
+from .hopper_captured import reserve_tiles, store_ds, stored_load, tile_arguments, tiles_from_rings
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
 WARPS = 8
@@ -34,7 +35,7 @@ def keys_kernel(site: Site) -> Kernel:
     rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys, "dQ": "BLOCK_M"}
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"One program: gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ.",
-                             tma_arguments(site, results, rows), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
+                             tma_arguments(site, results, rows) | tile_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("y", "tl.program_id(0) // tiles")
@@ -69,9 +70,13 @@ def keys_kernel(site: Site) -> Kernel:
         tile = tiles_name("dQ", c)
         out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [1, {block_shape(site, 'Q', 'BLOCK_M', c)}], {tile}.layout)")
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
-    layout = f"gl.NVMMASharedLayout.get_default_for([{keys}, BLOCK_M], {dtype})"
-    out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{f'STAGES * 2, {keys}' if is_split(site) else keys}, BLOCK_M], {layout})")
+    shape, copies = f"{keys}, BLOCK_M", "STAGES * 2" if is_split(site) else "1"
+    layout = f"gl.NVMMASharedLayout.get_default_for([{shape}], {dtype})"
+    if stored_load(site):
+        shape, layout = ", ".join([*["1"] * len(spec.axes), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
+    out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{copies}, {shape}], {layout})")
     reserve_rows(site, out)
+    reserve_tiles(site, out, halves, keys)
     barriers(out, 1, {"kv_full": 1})
     ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
@@ -105,6 +110,11 @@ def is_split(site: Site) -> bool:
     return max(site.D, site.Dv) <= 64
 
 
+def _ds_tile(site: Site, index: str, keys: str | int) -> str:
+    """dS^T in shared memory. Where it is stored as a captured tensor's gradient it lies there by rows, as that does."""
+    return f"ds_tile.index({index}).reshape([BLOCK_M, {keys}]).permute((1, 0))" if stored_load(site) else f"ds_tile.index({index})"
+
+
 def _add_dq(site: Site, out: Writer) -> None:
     out.line("tma.store_wait(0)", "dQ of the step before has left its place")
     out.line("barrier()")
@@ -127,7 +137,7 @@ def _scores_and_dp(site: Site, out: Writer) -> None:
 
 def _accumulate(site: Site, partial: str, others) -> Partition:
     spec, nq, nv = site.spec, len(site.qk_chunks), len(site.v_chunks)
-    consumer = Partition("accumulate", "Two warpgroups: one tile of keys against all query rows that see it.")
+    consumer = Partition("sum_keys", "Two warpgroups: one tile of keys against all query rows that see it.")
     out = consumer.body
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
     out.line(f"scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [{WARPS}, 1], [16, BLOCK_M, 16])")
@@ -165,11 +175,12 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
             out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
         out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
         _score_gradient(site, body, out, signed)
-        out.line("ds_tile.store(ds)")
+        out.line(f"{_ds_tile(site, '0', 'BLOCK_N')}.store(ds)")
         out.line("fence_async_shared()")
         out.line("barrier()")
+        store_ds(site, out, [("j0", "0")])
         for c in site.qk_chunks:
-            out.assign(f"next_dq{c.suffix}", f"warpgroup_mma(ds_tile.permute((1, 0)), k{c.suffix}, "
+            out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({_ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
                                              f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
         out.assign(_names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dv', site.v_chunks)}])", "dQ still runs")
         out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
@@ -192,6 +203,12 @@ def _score_gradient(site: Site, body: Body, out: Writer, signed: bool) -> None:
     if spec.dropout:
         out.assign("dp", f"tl.where({'slope > 0.0' if signed else 'keep'}, dp * {1.0 / (1.0 - spec.dropout)!r}, 0.0)")
     out.assign("ds", f"{'tl.abs(slope)' if signed else 'slope'} * (dp - delta[None, :])")
+    rest = scaled(site, QK)[0]
+    if body.program.dims(rest) != {"i", "j"}:  # from shared memory again: a row vector kept since the scores would take registers
+        body.program.forget_rows()
+        rows_from_rings(site, body.program)
+        if rest != Const(1.0):
+            out.assign("ds", body.times(rest, "ds", weight="slope"))
     if site.averages and spec.empty_row is EmptyRow.MEAN:
         out.assign("mean", from_ring("mean_ring"))
         body.replaced(out)
@@ -226,6 +243,7 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     wanted = [scaled(site, QK)[0]]
     program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if site.averages else [])], "")
     rows_from_rings(site, program)
+    tiles_from_rings(site, program, "" if warps == WARPS else "PART", rows)
     raw = program.tile(site.raw)
     if partial:  # hidden before exp and not after it: the tile stays where the product left it
         name = raw if raw == "qk" else out.assign("raw", raw)
@@ -244,7 +262,8 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
                 hide()
         raw = program.body.names[site.raw] = name
     out.assign("p", f"tl.exp2({raw} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))})")
-    rest = body.times(wanted[0], "p", bool(partial))
+    late = program.dims(wanted[0]) != {"i", "j"}
+    rest = "p" if late else body.times(wanted[0], "p", bool(partial))
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
         out.assign("keep", f"keep_scores(seed, z, key0, i0, {threshold(spec.dropout)}, {rows}, BLOCK_M, {warps}, True, scores)")
@@ -259,7 +278,7 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
 def _accumulate_half(site: Site, partial: str, others) -> Partition:
     """A warpgroup with half of the keys: as `_accumulate`, but dS is handed to the warpgroup that computes dQ."""
     spec, nq, nv = site.spec, len(site.qk_chunks), len(site.v_chunks)
-    consumer = Partition("accumulate", f"One warpgroup: {HALF} keys against all query rows that see them.", ("PART",))
+    consumer = Partition("sum_keys", f"One warpgroup: {HALF} keys against all query rows that see them.", ("PART",))
     out = consumer.body
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
     out.line("scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])")
@@ -296,7 +315,7 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
             out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                              f"dk{c.suffix}, is_async=True)")
         out.line("mbarrier.wait(ds_empty.index(slot), phase ^ 1)")
-        out.line("ds_tile.index(slot * 2 + PART).store(ds)")
+        out.line(f"{_ds_tile(site, 'slot * 2 + PART', HALF)}.store(ds)")
         out.line("fence_async_shared()")
         out.line("mbarrier.arrive(ds_full.index(slot), count=1)")
         out.assign(_names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dv', site.v_chunks)}])")
@@ -318,11 +337,15 @@ def _sum_dq(site: Site, others) -> Partition:
     with out.block("for step in tl.range(0, steps):"):
         step_at(site, out, others)
         out.line("mbarrier.wait(ds_full.index(slot), phase)")
+        store_ds(site, out, [("j0", "slot * 2"), (f"j0 + {HALF}", "slot * 2 + 1")])
         for c in chunks:
             for n in range(2):
                 start = f"next_dq{c.suffix}, is_async=True" if n else f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True"
-                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma(ds_tile.index(slot * 2 + {n}).permute((1, 0)), {tile_view('k_tile', c, str(n), HALF)}, {start})")
+                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({_ds_tile(site, f'slot * 2 + {n}', HALF)}.permute((1, 0)), {tile_view('k_tile', c, str(n), HALF)}, {start})")
         out.assign(_names("dq", chunks), f"warpgroup_mma_wait(0, [{_names('next_dq', chunks)}])")
+        if stored_load(site):
+            out.line("tma.store_wait(0)")
+            out.line("barrier()", "dS has left its place")
         out.line("mbarrier.arrive(ds_empty.index(slot), count=1)")
         _add_dq(site, out)
     out.line("tma.store_wait(0)")

@@ -11,6 +11,7 @@ from ..parts import Site, decode, flatten, local
 from ..program import Program
 from ..writer import Writer
 from .common import mean_share, padded_rows
+from .hopper_captured import read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
 
 MOST_VECTORS = 6
@@ -82,7 +83,10 @@ def load_tiles(site: Site, others, halves: int, half: int) -> Partition:
         program.enter(out, row_loads(site))
         found = {row_ring(site, load): program.value(load) + ".to(tl.int32)" * (load.kind == BOOL) for load in row_loads(site)}
         out.line("mbarrier.wait(q_empty.index(slot), phase ^ 1)")
-        read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot")
+        wide = sum(c.width for c in site.qk_chunks)
+        out.line(f"mbarrier.expect(q_full.index(slot), BLOCK_M * {wide * 2}{tile_bytes(site)})")
+        read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot", expect=False)
+        read_tiles(site, out, halves, half)
         for name, value in ({"lse2_ring": "lse2", "delta_ring": "delta"} | ({"mean_ring": "mean"} if site.averages else {}) | found).items():
             out.line(f"{name}.index(slot).store({value})")
         out.line("mbarrier.arrive(q_full.index(slot), count=1)")

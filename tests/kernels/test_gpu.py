@@ -64,6 +64,18 @@ def test_cases_warp_specialised(variant, kind, dtype, head, length):
 
 
 @HOPPER
+@pytest.mark.parametrize("head, length", [(64, 1024), (128, 1024), (80, 1024), (128, 328), (64, 321)])
+@pytest.mark.parametrize("variant, kind", [("bias", "self"), ("bias", "gqa"), ("shared_bias", "self"), ("shared_bias", "gqa"), ("transposed_bias", "cross")])
+def test_gradients_of_captured_tensors_warp_specialised(variant, kind, head, length):
+    """Read and stored by TMA where lengths allow it (1024), read by it (328), and neither (321: rows are not aligned to 16 bytes)."""
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=length)
+    with overridden(schedule="hopper"):
+        plan = make_plan(s, p, gpu.current("cuda"), "backward")
+        assert plan.schedule == "hopper" and plan.tiled == ("bias",)
+        run(s, p, "cuda").within_budget()
+
+
+@HOPPER
 @pytest.mark.parametrize("head, value_head", [(192, 128), (64, 128), (96, 40), (16, 64)])
 @pytest.mark.parametrize("variant, kind", [("causal", "gqa"), ("full", "cross")])
 def test_value_heads_of_another_size_warp_specialised(head, value_head, variant, kind):
