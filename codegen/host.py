@@ -11,6 +11,7 @@ from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules import hopper_backward, hopper_forward
 from .schedules.forward import forward_kernel
+from .schedules.hopper_order import turns_shape
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_stored
 from .writer import Kernel, Writer, wrapped
 
@@ -114,6 +115,8 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         if site.one_pass:
             rows = [*(extent(a) if a in spec.q else "1" for a in spec.axes), "M", str(site.D)]
             out.line(f"sum_q = torch.empty({_shape(rows)}, dtype=torch.float32, device=q.device)", "dQ; the next kernel sets it to 0")
+            if site.ordered:
+                out.line(f"turns = torch.zeros({turns_shape(site)}, dtype=torch.int32, device=q.device)", "who added last to each tile of rows")
         found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
         if not site.loads:
             with out.block("if grad_lse is not None:"):

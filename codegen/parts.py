@@ -89,6 +89,7 @@ class Site:
     q_tiles: int = 1             # query tiles of that schedule in shared memory
     programs: int = 0            # of that schedule: one for each multiprocessor
     one_pass: bool = False       # the Hopper backward schedule
+    ordered: bool = False        # which adds dQ up in a fixed order
     tiled: tuple[str, ...] = ()  # captured tensors of which it reads tiles by TMA
     stored: str = ""             # captured tensor whose gradient it stores
 
@@ -211,7 +212,7 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
             for c, _, _ in pieces(site, name):
                 block = "BLOCK_M" if row == "m" else "BLOCK_N"
                 out[tiles_name(name, c)] = f"tiles_of({tensor}, {axes}, OPTIONS['{block}'], {c.width})"
-    out |= {"Lse": "lse", "Lse2": "lse2", "Delta": "delta", "Averaging": "averaging",
+    out |= {"Lse": "lse", "Lse2": "lse2", "Delta": "delta", "Averaging": "averaging", "Turns": "turns",
             "RowBlocks": "row_blocks", "KeyBlocks": "key_blocks"} | results
     out |= {pointer(a.name): local(a.name) for a in spec.aux} | {"Seed": "seed"}
     for name, (_, tensor, prefix, row, _) in OPERANDS.items():

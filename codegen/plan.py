@@ -39,6 +39,7 @@ class Plan:
     listed     tiles to visit come from the mask's run-time summary
     tiled      captured tensors of which the Hopper backward reads tiles by TMA
     stored     captured tensor whose gradient it stores as it goes
+    ordered    it adds dQ up in a fixed order
     reason     why these tiles
     """
 
@@ -59,6 +60,7 @@ class Plan:
     listed: bool = False
     tiled: tuple[str, ...] = ()
     stored: str = ""
+    ordered: bool = False
 
     @property
     def options(self) -> dict[str, int]:
@@ -327,7 +329,10 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
         tiled = tuple(sorted(names if tiled is None else names & {*tiled}))
         found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu, listed, tiled)
         if found is not None:
-            return replace(found, stored=hopper_captured.storable(spec, problem, tiled, all_needs(spec) if needs is None else needs) if tiled else "")
+            if direction == "forward":
+                return found
+            stored = hopper_captured.storable(spec, problem, tiled, all_needs(spec) if needs is None else needs)
+            return replace(found, stored=stored, ordered=deterministic())
         why = "no tile fits its registers and shared memory"
     plan = _portable(spec, problem, gpu, direction, use, listed)
     return plan if gpu.capability != (9, 0) else replace(plan, reason=f"{plan.reason}; not warp-specialised: {why}")

@@ -41,7 +41,7 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
                 problem.N % WHOLE == 0, plan.descriptors, plan.listed, tuple(all_needs(spec) if needs is None else needs),
                 plan.BLOCK_M // 64 if plan.schedule == "hopper" else 0,
                 hopper.q_tiles(problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages), plan.gpu.sms,
-                backward is not None and backward.schedule == "hopper", backward.tiled if backward is not None else (), backward.stored if backward is not None else "")
+                *((backward.schedule == "hopper", backward.ordered, backward.tiled, backward.stored) if backward is not None else ()))
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from ...compat import interpreting
-from ...expr import QK, Call, Const, Var, walk
+from ...expr import QK, Call, Const, Expr, Var, walk
 from ...region import Problem
 from ...spec import BLOCK, AttentionSpec
 from ..captured import differentiable_loads
@@ -45,16 +45,37 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
         return None
     if any(not {"i", "j"} <= load.variables for load in differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))):
         return "captured tensors that are not read at both row and key need gradients"
-    if deterministic:
-        return "it adds dQ up in no fixed order, and deterministic algorithms are asked for"
     if spec.k != spec.v or not spec.k <= spec.q:
         return "k and v vary along different batch axes"
     ends = bounds(spec.visible, "i")
+    if deterministic and (listed or not has_order(ends)):
+        return "deterministic algorithms are asked for, and it cannot tell in which order tiles of keys come to a row"
     if listed and not set(spec.mask().axes) <= spec.k:
         return "the queries that share a key see it from different rows"
     if {a for a in spec.axes if a not in spec.k} & frozenset().union(*(e.variables for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi))):
         return "the queries that share a key see it from different rows"
     return None
+
+
+def rises(e: Expr) -> bool:
+    """Does the expression provably not fall where j0 and j1 grow?"""
+    fixed = lambda x: not {Var("j0"), Var("j1")} & x.leaves
+    if fixed(e) or isinstance(e, Var):
+        return True
+    if not isinstance(e, Call):
+        return False
+    if e.op in ("add", "minimum", "maximum"):
+        return all(map(rises, e.args))
+    a, b = e.args if len(e.args) == 2 else (e, e)
+    positive = lambda x: isinstance(x, Const) and x.value > 0
+    if e.op == "mul":
+        return rises(a) and positive(b) or positive(a) and rises(b)
+    return e.op == "sub" and rises(a) and fixed(b) or e.op == "floordiv" and rises(a) and positive(b)
+
+
+def has_order(found: Bounds) -> bool:
+    """Do the tiles of keys that a tile of rows sees follow each other without a gap? found: the rows that see a tile of keys."""
+    return rises(found.lo) and rises(found.hi)
 
 
 # --------------------------------------------------------------------------------------------------- operands by TMA

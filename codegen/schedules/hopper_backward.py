@@ -17,6 +17,7 @@ from ..writer import Kernel, Writer
 from .common import Body, scaled
 from .hopper import barriers, block_shape, listed_tiles, position, reserve, segments, tile_view, tma_arguments
 from .hopper_captured import reserve_tiles, store_ds, stored_load, tile_arguments, tiles_from_rings
+from .hopper_order import ADDED, await_turn, look, pass_on, predecessor
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
 WARPS = 8
@@ -39,15 +40,17 @@ def keys_kernel(site: Site) -> Kernel:
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("y", "tl.program_id(0) // tiles")
-    out.assign("tile", "tl.program_id(0) % tiles")
+    out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles" if site.ordered else "tl.program_id(0) % tiles")
     decode(out, mine, "y")
+    if site.averages:
+        out.assign("average", "tl.load(Averaging + y)")
+    override = "average != 0" if site.averages else ""
+    if site.ordered:
+        predecessor(site, out, override)
     out.assign("j0", "tile * BLOCK_N")
     if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
         out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
     program = Program(spec, out.section(), inner="i")
-    if site.averages:
-        out.assign("average", "tl.load(Averaging + y)")
-    override = "average != 0" if site.averages else ""
     if site.listed:
         partial = listed_tiles(site, out, "i", override)
     else:
@@ -116,14 +119,28 @@ def _ds_tile(site: Site, index: str, keys: str | int) -> str:
 
 
 def _add_dq(site: Site, out: Writer) -> None:
-    out.line("tma.store_wait(0)", "dQ of the step before has left its place")
+    if site.ordered:
+        out.assign("added", ADDED, "dQ of the step before is in memory")
+    else:
+        out.line("tma.store_wait(0)", "dQ of the step before has left its place")
     out.line("barrier()")
+    pass_on(site, out, "step > 0")
     for c in site.qk_chunks:
         out.line(f"{tile_view('dq_tile', c, '0', 'BLOCK_M')}.store(dq{c.suffix})")
     out.line("fence_async_shared()")
+    await_turn(site, out)
     out.line("barrier()")
     for c in site.qk_chunks:
         out.line(f"reduce_add({tiles_name('dQ', c)}, {position(site, 'Q', 'i0', c)}, dq_tile{c.suffix}.index(0))")
+    if site.ordered:
+        out.assign("previous", "turn")
+
+
+def _finish_dq(site: Site, out: Writer) -> None:
+    if site.ordered:
+        out.assign("added", ADDED)
+        out.line("barrier()")
+        pass_on(site, out, "")
 
 
 def _scores_and_dp(site: Site, out: Writer) -> None:
@@ -161,8 +178,11 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         out.assign(f"v{c.suffix}", tile_view("v_tile", c, "0", "BLOCK_N"))
         out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
     out.line("mbarrier.wait(kv_full.index(0), 0)")
+    if site.ordered:
+        out.assign("previous", "Turns")
     with out.block("for step in tl.range(0, steps):"):
         step_at(site, out, others)
+        look(site, out)
         out.assign("i", "i0 + rows")
         for c in site.qk_chunks:
             out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
@@ -191,6 +211,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         _add_dq(site, out)
         out.assign(_names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}])")
         out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+    _finish_dq(site, out)
     out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
     _store(site, out, "j0", "0", "BLOCK_N")
     return consumer
@@ -245,8 +266,8 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     rows_from_rings(site, program)
     tiles_from_rings(site, program, "" if warps == WARPS else "PART", rows)
     raw = program.tile(site.raw)
+    name = raw if raw.isidentifier() else out.assign("raw", raw)
     if partial:  # hidden before exp and not after it: the tile stays where the product left it
-        name = raw if raw == "qk" else out.assign("raw", raw)
         def hide() -> None:
             seen = [*beyond, *(program.tile(v) for v in visible)]
             masked = f"tl.where({' & '.join(seen)}, {name}, float('-inf'))" if seen else name
@@ -260,8 +281,8 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
         else:
             with program.branch(), out.block(f"if {partial}:"):
                 hide()
-        raw = program.body.names[site.raw] = name
-    out.assign("p", f"tl.exp2({raw} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))})")
+        program.body.names[site.raw] = name
+    out.assign("p", f"tl.exp2({name} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))})")
     late = program.dims(wanted[0]) != {"i", "j"}
     rest = "p" if late else body.times(wanted[0], "p", bool(partial))
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
@@ -334,8 +355,11 @@ def _sum_dq(site: Site, others) -> Partition:
     for c in chunks:
         out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
     out.line("mbarrier.wait(kv_full.index(0), 0)")
+    if site.ordered:
+        out.assign("previous", "Turns")
     with out.block("for step in tl.range(0, steps):"):
         step_at(site, out, others)
+        look(site, out)
         out.line("mbarrier.wait(ds_full.index(slot), phase)")
         store_ds(site, out, [("j0", "slot * 2"), (f"j0 + {HALF}", "slot * 2 + 1")])
         for c in chunks:
@@ -348,6 +372,7 @@ def _sum_dq(site: Site, others) -> Partition:
             out.line("barrier()", "dS has left its place")
         out.line("mbarrier.arrive(ds_empty.index(slot), count=1)")
         _add_dq(site, out)
+    _finish_dq(site, out)
     out.line("tma.store_wait(0)")
     return adder
 

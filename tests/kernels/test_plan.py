@@ -174,7 +174,7 @@ def test_tf32_follows_either_setting():
 REFUSED = [
     ("full", {"dtype": "float32"}, "forward", "one 16-bit type, not float32"), ("full", {"v_dtype": "float16"}, "forward", "not bfloat16 and float16"),
     ("full", {"D": 20}, "forward", "not aligned to 16 bytes"), ("full", {"D": 192}, "backward", "head sizes above 128"),
-    ("full", {"M": 64}, "forward", "64 query rows leave its second warpgroup idle"), ("bias", {}, "backward", "captured tensors need gradients"),
+    ("full", {"M": 64}, "forward", "64 query rows leave its second warpgroup idle"), ("alibi", {}, "backward", "not read at both row and key need gradients"),
     ("full", {"D": 128, "Dv": 64}, "forward", "head sizes 128 and 64 were not measured"), ("softcap", {}, "forward", "many small programs"),
 ]
 
@@ -195,6 +195,8 @@ def test_gradients_in_a_fixed_order_on_demand():
     torch.use_deterministic_algorithms(True)
     try:
         plan = make_plan(s, p, gpu.BY_NAME["H200"], "backward")
+        assert plan.schedule == "hopper" and plan.ordered
+        plan = make_plan(spec(MORE["documents"]), p, gpu.BY_NAME["H200"], "backward", listed=True)
         assert plan.schedule == "triton" and "deterministic" in plan.reason
         assert make_plan(s, p, gpu.BY_NAME["H200"], "forward").schedule == "hopper"
     finally:
