@@ -96,11 +96,12 @@ def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> list[Report]:
     return [Report(*figures) for figures in found]
 
 
-def compile_all(text: str, problem: Problem, gpu: GPU, only: tuple[str, ...] = ()) -> list[tuple[Report, object]]:
-    """Compile every kernel of a generated file for `gpu` by running its host functions without launching."""
+def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] | None = None) -> list[tuple[Report, object]]:
+    """Compile every kernel of a generated file for `gpu` by running its host functions without launching. needs: which of (q, k, v, *aux)
+    get gradients; all that can unless given."""
     spec = AttentionSpec.parse(text) if isinstance(text, str) else text
     plan = make_plan(spec, problem, gpu, "forward")
-    source = render.render(spec, plan, problem)
+    source = render.render(spec, plan, problem, needs)
     module = load(source.text)
     found: list = []
     kernels = {name: f for name, f in vars(module).items() if name.startswith("attention_")}

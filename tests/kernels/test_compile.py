@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from flashfx.codegen.plan import overridden
 from flashfx.compat import interpreting
@@ -47,6 +48,34 @@ def builds(arch, dtype, head, variant, kind):
 @pytest.mark.parametrize("arch, dtype, head, variant, kind", SAMPLE)
 def test_builds_without_spilling(arch, dtype, head, variant, kind):
     builds(arch, dtype, head, variant, kind)
+
+
+SPILLED = {("softcap", "self"): 28, ("softcap", "gqa"): 24, ("dropout", "self"): 12, ("dropout", "gqa"): 12, ("dropout_padding", "self"): 12,
+           ("t5_table", "gqa"): 8, ("bias", "self"): 4, ("bias", "gqa"): 4}
+"""Bytes that the Hopper backward spills at head size 128; 0 for all others."""
+
+
+@pytest.mark.parametrize("head, variant, kind", [
+    *((128, variant, kind) for variant, kind in SPILLED), (128, "padding", "self"), (128, "bool_mask", "gqa"), (128, "documents", "gqa"),
+    (128, "shared_bias", "self"), (128, "temperature", "self"), (128, "transposed_bias", "self"), (128, "mean_left_padding", "self"), (128, "alibi", "self"),
+    (128, "additive_left_padding", "self"), (128, "dropout_padding", "gqa"), (96, "bias", "self"), (96, "dropout_padding", "self"), (64, "bias", "self")])
+def test_the_hopper_backward_hardly_spills(head, variant, kind):
+    """The worst of all variants; captured tensors get no gradient, so that this schedule takes every one."""
+    s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1024, heads=4)
+    with overridden(schedule="hopper"):
+        found = compile_all(s, p, BY_ARCH["sm_90"], (True,) * 3 + (False,) * len(s.aux))
+    report, plan = next((report, plan) for report, plan in found if report.kernel == "attention_backward_keys")
+    assert plan.schedule == "hopper" and report.shared <= plan.shared and not report.serialised, report
+    assert report.spilled <= (SPILLED.get((variant, kind), 0) if head == 128 else 0), report
+
+
+@pytest.mark.parametrize("head, variant, kind", [(128, "causal", "self"), (128, "window", "gqa"), (64, "full", "self"), (64, "causal", "gqa"), (80, "bias", "self")])
+def test_an_ordered_backward_builds(head, variant, kind):
+    torch.use_deterministic_algorithms(True)
+    try:
+        builds("sm_90", "bfloat16", head, variant, kind)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 PORTABLE_ON_HOPPER = [("bfloat16", 64, "full", "self"), ("bfloat16", 128, "causal", "self"), ("float16", 128, "dropout", "self"),
