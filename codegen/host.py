@@ -12,7 +12,7 @@ from .schedules.dense import dense_kernel
 from .schedules import hopper_backward, hopper_forward
 from .schedules.forward import forward_kernel
 from .schedules.hopper_order import turns_shape
-from .schedules.hopper_captured import allocate_stored, stored_load, sum_stored
+from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
 from .writer import Kernel, Writer, wrapped
 
 
@@ -34,6 +34,8 @@ def kernels(site: Site) -> dict[str, Kernel]:
         found["keys"] = keys_kernel(site)
     if not site.one_pass and (site.needs[0] or site.loads):
         found["rows"] = rows_kernel(site)
+    if summing := sum_kernel(site):
+        found["sum"] = summing
     for load in _dense_loads(site):
         found[f"dense {buffer(site, load)}"] = dense_kernel(site, load)
     return found
@@ -182,7 +184,8 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
     allocate_stored(site, out)
     found["keys"].call(_grid("KEYS", "BLOCK_N", "N", axes), out)
-    sum_stored(site, out)
+    if "sum" in found:
+        sum_stored(site, found["sum"], out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
     found["rows"].call('(triton.cdiv(sum_q.numel(), ROWS["BLOCK"]),)', out)
     return [name if need else "None" for name, need in zip(("grad_q", grad_k, grad_v), site.needs)]

@@ -179,10 +179,12 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
     """Tiles to try, best first."""
     head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
     step = 64 if head <= 64 else 128 if head <= 128 else 256
+    several = len(chunks(max(problem.D, problem.Dv))) > 1
     if kernel == "dense":
-        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if found == "mma" and head > 64 or spec.is_data_masked else (64, 64, 8 if found == "wgmma" else 4, 1)
+        by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
+        wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
+        start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
     else:
-        several = len(chunks(max(problem.D, problem.Dv))) > 1
         tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
         heavy = is_heavy(spec, kernel) or found == "mma" and kernel != "forward" and tiled
         start = START[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several or gpu.capability[0] == 12)]
