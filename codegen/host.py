@@ -11,7 +11,7 @@ from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules import hopper_backward, hopper_forward
 from .schedules.forward import forward_kernel
-from .schedules.hopper_order import turns_shape
+from .schedules.hopper_dq import finish_kernel, turns_shape
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
 from .writer import Kernel, Writer, wrapped
 
@@ -29,7 +29,7 @@ def kernels(site: Site) -> dict[str, Kernel]:
     if any(site.needs):
         found["delta"] = delta_kernel(site)
     if site.one_pass:
-        found |= {"keys": hopper_backward.keys_kernel(site), "rows": hopper_backward.finish_kernel(site)}
+        found |= {"keys": hopper_backward.keys_kernel(site), "rows": finish_kernel(site)}
     elif site.needs[1] or site.needs[2] or site.loads_over("j"):
         found["keys"] = keys_kernel(site)
     if not site.one_pass and (site.needs[0] or site.loads):
@@ -207,7 +207,7 @@ def _dense(site: Site, load: Load, kernel: Kernel, out: Writer) -> None:
 
 def _captured(site: Site, tensor: str, out: Writer) -> str:
     """Sum the gradients of all loads of one tensor into its own shape; returns the host expression."""
-    spec, name = site.spec, f"grad_{tensor}"
+    name = f"grad_{tensor}"
     source = local(tensor)
     final = next((buffer(site, x) for x in site.loads_over("i", "j") if x.name == tensor and _is_final(site, x)), "")
     if final:

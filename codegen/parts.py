@@ -90,8 +90,8 @@ class Site:
     programs: int = 0            # of that schedule: one for each multiprocessor
     one_pass: bool = False       # the Hopper backward schedule
     ordered: bool = False        # which adds dQ up in a fixed order
-    tiled: tuple[str, ...] = ()  # captured tensors of which it reads tiles by TMA
-    stored: str = ""             # captured tensor whose gradient it stores
+    tiled: tuple[str, ...] = ()  # captured tensors of which the Hopper schedules read tiles by TMA
+    stored: str = ""             # captured tensor whose gradient the Hopper backward stores
 
     @property
     def loads(self) -> list[Load]:

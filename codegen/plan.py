@@ -37,9 +37,9 @@ class Plan:
     precision  of float32 matrix products: "ieee" or "tf32"
     descriptors  tiles are read by the tensor memory accelerator
     listed     tiles to visit come from the mask's run-time summary
-    tiled      captured tensors of which the Hopper backward reads tiles by TMA
-    stored     captured tensor whose gradient it stores as it goes
-    ordered    it adds dQ up in a fixed order
+    tiled      captured tensors of which the Hopper schedules read tiles by TMA
+    stored     captured tensor whose gradient their backward stores as it goes
+    ordered    their backward adds dQ up in a fixed order
     reason     why these tiles
     """
 
@@ -289,7 +289,7 @@ def why_not_hopper(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: s
     if gpu.capability != (9, 0) or wanted == "triton" or wanted is None and set(OVERRIDE):
         return f"{gpu.name} is no Hopper card" if gpu.capability != (9, 0) else "the portable schedule was asked for"
     reason = hopper.refusal(spec, problem, direction, descriptors, listed, all_needs(spec) if needs is None else needs, deterministic())
-    return reason or (hopper.preferred_elsewhere(spec, problem, direction) if wanted is None else None)
+    return reason or (hopper.preferred_elsewhere(spec, problem, direction, deterministic()) if wanted is None else None)
 
 
 def deterministic() -> bool:
@@ -327,7 +327,7 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     listed = pays(spec, problem) if listed is None else listed
     why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs)
     if why is None:
-        names = {load.name for load in hopper_captured.candidates(spec)} if direction == "backward" else set()
+        names = {load.name for load in hopper_captured.candidates(spec)}
         tiled = tuple(sorted(names if tiled is None else names & {*tiled}))
         found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu, listed, tiled)
         if found is not None:

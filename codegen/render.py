@@ -40,8 +40,9 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
     return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
                 problem.N % WHOLE == 0, plan.descriptors, plan.listed, tuple(all_needs(spec) if needs is None else needs),
                 plan.BLOCK_M // 64 if plan.schedule == "hopper" else 0,
-                hopper.q_tiles(problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages), plan.gpu.sms,
-                *((backward.schedule == "hopper", backward.ordered, backward.tiled, backward.stored) if backward is not None else ()))
+                hopper.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
+                *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored) if backward is not None
+                  else (False, False, plan.tiled)))
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,

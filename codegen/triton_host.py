@@ -36,10 +36,10 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
     if device.type == "cpu":
         compat.repair_interpreter()
     card = gpu.current(device)
-    forward = plan.make_plan(spec, problem, card, "forward", descriptors, listed)
+    forward = plan.make_plan(spec, problem, card, "forward", descriptors, listed, tiled=tiled)
     backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed, needs, tiled) if any(needs) else None
     key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision,
-           forward.descriptors, listed, forward.schedule, backward and (backward.schedule, backward.ordered, backward.tiled, backward.stored), card.sms,
+           forward.descriptors, listed, forward.schedule, forward.tiled, backward and (backward.schedule, backward.ordered, backward.tiled, backward.stored), card.sms,
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
@@ -120,7 +120,7 @@ def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool) -> Callable
     _check(spec, aux)
     if math.prod(problem.extents) * problem.M * problem.N == 0:  # no keys, or no output at all
         return lambda q, k, v, *_: [empty_output(problem.extents, problem.M, v).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf)]
-    module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed)
+    module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed, _tiled(spec, aux))
     given = lambda *blocks: (blocks,) if listed else ()
     return lambda q, k, v, seed, rows, keys, *aux: list(module.forward(q, k, v, aux, seed, sizes, *given(rows, keys)))
 

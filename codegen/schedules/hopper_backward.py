@@ -10,21 +10,21 @@ from __future__ import annotations
 from ...expr import QK, Const, Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Site, count, decode, flatten, tiles_name
+from ..parts import LOG2E, Site, count, decode, tiles_name
 from ..philox import threshold
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, scaled
 from .hopper import barriers, block_shape, listed_tiles, position, reserve, segments, tile_view, tma_arguments
-from .hopper_captured import reserve_tiles, store_ds, stored_load, tile_arguments, tiles_from_rings
-from .hopper_order import ADDED, await_turn, look, pass_on, predecessor
+from .hopper_captured import reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
+from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, is_split, look, names, predecessor, sum_dq
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS, PRODUCER_REGISTERS = 240, 24
-HALF, SPLIT_REGISTERS = 64, (208, 72)
-"""Keys of each of two warpgroups where a third computes dQ; registers of a thread of the former and of the latter."""
+SPLIT_REGISTERS = 208, 72
+"""Of a thread of each of two warpgroups with half of the keys, and of the third, which computes dQ."""
 
 
 def keys_kernel(site: Site) -> Kernel:
@@ -36,7 +36,7 @@ def keys_kernel(site: Site) -> Kernel:
     rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys, "dQ": "BLOCK_M"}
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"One program: gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ.",
-                             tma_arguments(site, results, rows) | tile_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
+                             tma_arguments(site, results, rows) | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("y", "tl.program_id(0) // tiles")
@@ -60,7 +60,8 @@ def keys_kernel(site: Site) -> Kernel:
         partial = f"{partial} | (j0 + BLOCK_N > N)"
     elif not partial and not site.whole:
         partial = "j0 + BLOCK_N > N"
-    out.assign("steps", f"tl.maximum(count * {count(others)}, 1)" if others else "tl.maximum(count, 1)", "the queries that share these keys, one after the other" if others else "")
+    steps = f"count * {count(others)}" if others else "count"
+    out.assign("steps", steps if is_split(site) else f"tl.maximum({steps}, 1)", "the queries that share these keys, one after the other" if others else "")
     if not others:
         out.assign("z", "y")
     if spec.dropout:
@@ -79,7 +80,7 @@ def keys_kernel(site: Site) -> Kernel:
         shape, layout = ", ".join([*["1"] * len(spec.axes), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
     out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{copies}, {shape}], {layout})")
     reserve_rows(site, out)
-    reserve_tiles(site, out, halves, keys)
+    reserve_tiles(site, out, halves, "BLOCK_M", keys)
     barriers(out, 1, {"kv_full": 1})
     ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
@@ -87,14 +88,10 @@ def keys_kernel(site: Site) -> Kernel:
     producer = (load_tiles(site, others, halves, HALF), [], 1, PRODUCER_REGISTERS)
     if is_split(site):
         half, own, few = _accumulate_half(site, partial, others), *SPLIT_REGISTERS
-        kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (_sum_dq(site, others), [], 4, few), producer])
+        kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, others), [], 4, few), producer])
     else:
         kernel.start([(_accumulate(site, partial, others), [], WARPS, REGISTERS), producer])
     return kernel
-
-
-def _names(prefix: str, found) -> str:
-    return ", ".join(prefix + c.suffix for c in found)
 
 
 def _chain(out: Writer, name: str, found, left, right, start: str) -> None:
@@ -105,42 +102,6 @@ def _chain(out: Writer, name: str, found, left, right, start: str) -> None:
 
 def _issue_scores(site: Site, out: Writer, q: str) -> None:
     _chain(out, "next_qk", site.qk_chunks, lambda c: f"k{c.suffix}", lambda c: f"{q}{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
-
-
-def is_split(site: Site) -> bool:
-    """Three warpgroups: two with half of the keys each, which drift apart so that one multiplies while the other takes exponentials, and one
-    for dQ. Only heads up to 64 leave it the registers."""
-    return max(site.D, site.Dv) <= 64
-
-
-def _ds_tile(site: Site, index: str, keys: str | int) -> str:
-    """dS^T in shared memory. Where it is stored as a captured tensor's gradient it lies there by rows, as that does."""
-    return f"ds_tile.index({index}).reshape([BLOCK_M, {keys}]).permute((1, 0))" if stored_load(site) else f"ds_tile.index({index})"
-
-
-def _add_dq(site: Site, out: Writer) -> None:
-    if site.ordered:
-        out.assign("added", ADDED, "dQ of the step before is in memory")
-    else:
-        out.line("tma.store_wait(0)", "dQ of the step before has left its place")
-    out.line("barrier()")
-    pass_on(site, out, "step > 0")
-    for c in site.qk_chunks:
-        out.line(f"{tile_view('dq_tile', c, '0', 'BLOCK_M')}.store(dq{c.suffix})")
-    out.line("fence_async_shared()")
-    await_turn(site, out)
-    out.line("barrier()")
-    for c in site.qk_chunks:
-        out.line(f"reduce_add({tiles_name('dQ', c)}, {position(site, 'Q', 'i0', c)}, dq_tile{c.suffix}.index(0))")
-    if site.ordered:
-        out.assign("previous", "turn")
-
-
-def _finish_dq(site: Site, out: Writer) -> None:
-    if site.ordered:
-        out.assign("added", ADDED)
-        out.line("barrier()")
-        pass_on(site, out, "")
 
 
 def _scores_and_dp(site: Site, out: Writer) -> None:
@@ -195,23 +156,23 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
             out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
         out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
         _score_gradient(site, body, out, signed)
-        out.line(f"{_ds_tile(site, '0', 'BLOCK_N')}.store(ds)")
+        out.line(f"{ds_tile(site, '0', 'BLOCK_N')}.store(ds)")
         out.line("fence_async_shared()")
         out.line("barrier()")
         store_ds(site, out, [("j0", "0")])
         for c in site.qk_chunks:
-            out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({_ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
+            out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
                                              f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
-        out.assign(_names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dv', site.v_chunks)}])", "dQ still runs")
+        out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])", "dQ still runs")
         out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
         for c in site.qk_chunks:
             out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                              f"dk{c.suffix}, is_async=True)")
-        out.assign(_names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dq', site.qk_chunks)}])", "dK still runs")
-        _add_dq(site, out)
-        out.assign(_names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}])")
+        out.assign(names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dq', site.qk_chunks)}])", "dK still runs")
+        add_dq(site, out)
+        out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
         out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
-    _finish_dq(site, out)
+    finish_dq(site, out)
     out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
     _store(site, out, "j0", "0", "BLOCK_N")
     return consumer
@@ -264,27 +225,35 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     wanted = [scaled(site, QK)[0]]
     program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if site.averages else [])], "")
     rows_from_rings(site, program)
-    tiles_from_rings(site, program, "" if warps == WARPS else "PART", rows)
+    program.body.names |= tiles_from_rings(site, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
     raw = program.tile(site.raw)
     name = raw if raw.isidentifier() else out.assign("raw", raw)
-    if partial:  # hidden before exp and not after it: the tile stays where the product left it
-        def hide() -> None:
+
+    def hide(hidden: str, value: str, mean: str) -> None:
+        """Where the mask hides a key, `value` becomes `hidden`; in rows that average v, `mean` where they do."""
+        def inside() -> None:
             seen = [*beyond, *(program.tile(v) for v in visible)]
-            masked = f"tl.where({' & '.join(seen)}, {name}, float('-inf'))" if seen else name
+            text = f"tl.where({' & '.join(seen)}, {value}, {hidden})" if seen else value
             if site.averages:
                 over = [*beyond, *([program.tile(spec.empty_over)] if spec.empty_over != Const(True) else [])]
-                mean = f"tl.where({' & '.join(over)}, 0.0, float('-inf'))" if over else "0.0"
-                masked = f"tl.where({body.across(from_ring('mean_ring'))} > 0.0, {mean}, {masked})"
-            out.assign(name, masked, "rows that average v: exp2(0 - log2(their keys))" if site.averages else "")
+                average = f"tl.where({' & '.join(over)}, {mean}, {hidden})" if over else mean
+                text = f"tl.where({body.across(from_ring('mean_ring'))} > 0.0, {average}, {text})"
+            out.assign(value, text, "rows that average v" if site.averages else "")
         if partial == "True":
-            hide()
-        else:
+            inside()
+        elif partial:
             with program.branch(), out.block(f"if {partial}:"):
-                hide()
+                inside()
+
+    early = not is_split(site) or bool(spec.visible.loads)  # before exp the tile stays where the product left it: heads above 64 have no registers to spare. After it, exp starts sooner
+    if early:
+        hide("float('-inf')", name, "0.0")  # exp2(0 - log2(keys)) = 1 / keys
         program.body.names[site.raw] = name
     out.assign("p", f"tl.exp2({name} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))})")
+    if not early:
+        hide("0.0", "p", body.across(from_ring("mean_ring")))
     late = program.dims(wanted[0]) != {"i", "j"}
-    rest = "p" if late else body.times(wanted[0], "p", bool(partial))
+    rest = "p" if late else body.times(wanted[0], "p", early and bool(partial))
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
         out.assign("keep", f"keep_scores(seed, z, key0, i0, {threshold(spec.dropout)}, {rows}, BLOCK_M, {warps}, True, scores)")
@@ -336,54 +305,13 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
             out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                              f"dk{c.suffix}, is_async=True)")
         out.line("mbarrier.wait(ds_empty.index(slot), phase ^ 1)")
-        out.line(f"{_ds_tile(site, 'slot * 2 + PART', HALF)}.store(ds)")
+        out.line(f"{ds_tile(site, 'slot * 2 + PART', HALF)}.store(ds)")
         out.line("fence_async_shared()")
         out.line("mbarrier.arrive(ds_full.index(slot), count=1)")
-        out.assign(_names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{_names('next_dv', site.v_chunks)}])")
+        out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])")
         out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
-        out.assign(_names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{_names('next_dk', site.qk_chunks)}])")
+        out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
         out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
     out.line("mbarrier.wait(ds_empty.index((steps - 1) % STAGES), (steps - 1) // STAGES & 1)", "dQ has read the keys: their place takes the gradients")
     _store(site, out, "key0", "PART", HALF)
     return consumer
-
-
-def _sum_dq(site: Site, others) -> Partition:
-    """The warpgroup that computes dQ."""
-    adder = Partition("sum_dq", "One warpgroup: the share of dQ of all keys of this tile, row tile by row tile.")
-    out, chunks = adder.body, site.qk_chunks
-    for c in chunks:
-        out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
-    out.line("mbarrier.wait(kv_full.index(0), 0)")
-    if site.ordered:
-        out.assign("previous", "Turns")
-    with out.block("for step in tl.range(0, steps):"):
-        step_at(site, out, others)
-        look(site, out)
-        out.line("mbarrier.wait(ds_full.index(slot), phase)")
-        store_ds(site, out, [("j0", "slot * 2"), (f"j0 + {HALF}", "slot * 2 + 1")])
-        for c in chunks:
-            for n in range(2):
-                start = f"next_dq{c.suffix}, is_async=True" if n else f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True"
-                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({_ds_tile(site, f'slot * 2 + {n}', HALF)}.permute((1, 0)), {tile_view('k_tile', c, str(n), HALF)}, {start})")
-        out.assign(_names("dq", chunks), f"warpgroup_mma_wait(0, [{_names('next_dq', chunks)}])")
-        if stored_load(site):
-            out.line("tma.store_wait(0)")
-            out.line("barrier()", "dS has left its place")
-        out.line("mbarrier.arrive(ds_empty.index(slot), count=1)")
-        _add_dq(site, out)
-    _finish_dq(site, out)
-    out.line("tma.store_wait(0)")
-    return adder
-
-
-def finish_kernel(site: Site) -> Kernel:
-    """dQ in q's dtype from its float32 sum."""
-    kernel = Kernel("attention_backward_rows", "dQ from its float32 sum.",
-                    {"Sum": "sum_q", "dQ": "grad_q", "elements": "sum_q.numel()"}, ("BLOCK",), "ROWS")
-    out = kernel.body
-    out.assign("n", "tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)")
-    factor = scaled(site, QK)[1]
-    value = "tl.load(Sum + n, mask=n < elements, other=0.0)"
-    out.line(f"tl.store(dQ + n, ({value}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask=n < elements)")
-    return kernel

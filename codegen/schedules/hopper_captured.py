@@ -1,6 +1,6 @@
-"""Captured tensors read at both row and key, a bias say, in the Hopper backward: tiles of them by TMA, and their gradient stored by TMA.
+"""Captured tensors read at both row and key, a bias say, in the Hopper schedules: tiles of them by TMA, and in backward their gradient stored by TMA.
 
-Read element by element where scores are computed, a bias doubles the time of the pass (5.3 against 2.7 ms at head size 128 on an H200).
+Read element by element where scores are computed, a bias doubles the time of backward (5.3 against 2.7 ms at head size 128 on an H200).
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...spec import BLOCK, AttentionSpec
 from ..captured import differentiable_loads, dims_of
 from ..derivative import partial as derivative
 from ..parts import Site, count, extent
-from ..program import Program, local
+from ..program import local
 from ..writer import Kernel, Writer
 from .common import buffer, split_factor
 
@@ -41,39 +41,47 @@ def _name(site: Site, load: Load) -> str:
     return f"captured_{tile_loads(site).index(load)}"
 
 
-def _shape(load: Load, keys: str | int) -> list[str]:
-    return ["BLOCK_M", str(keys)] if _keys_last(load) else [str(keys), "BLOCK_M"]
+def _shape(load: Load, rows: str | int, keys: str | int) -> list[str]:
+    return [str(rows), str(keys)] if _keys_last(load) else [str(keys), str(rows)]
 
 
 def _option(size: str) -> str:
     return size if size.isdigit() else f"OPTIONS['{size}']"
 
 
-def tile_arguments(site: Site, keys: str | int) -> dict[str, str]:
-    """Kernel arguments that describe tiles of captured tensors, and of the gradient that is stored."""
+def tile_arguments(site: Site, rows: str | int, keys: str | int) -> dict[str, str]:
+    """Kernel arguments that describe tiles of captured tensors."""
     out = {}
     for load in tile_loads(site):
-        rows, width = map(_option, _shape(load, keys))
-        out[f"{_name(site, load)}_tiles"] = f"tma_tiles({local(load.name)}, {list(range(len(load.index) - 2))}, {rows}, {width})"
+        height, width = map(_option, _shape(load, rows, keys))
+        out[f"{_name(site, load)}_tiles"] = f"tma_tiles({local(load.name)}, {list(range(len(load.index) - 2))}, {height}, {width})"
+    return out
+
+
+def stored_arguments(site: Site, keys: str | int) -> dict[str, str]:
+    """The kernel argument that describes tiles of the gradient that is stored."""
+    out = {}
     if stored := stored_load(site):
         out["Captured_tiles"] = f"tma_tiles({buffer(site, stored)}, {list(range(len(site.spec.axes)))}, OPTIONS['BLOCK_M'], {_option(str(keys))})"
     return out
 
 
-def reserve_tiles(site: Site, out: Writer, halves: int, keys: str | int) -> None:
+def reserve_tiles(site: Site, out: Writer, parts: int, rows: str | int, keys: str | int) -> None:
+    """Rings of captured tiles. parts: how many warpgroups have a tile of their own in each stage."""
     for load in tile_loads(site):
         name = _name(site, load)
-        copies = f"STAGES * {halves}" if halves > 1 else "STAGES"
-        shape = ", ".join([copies, *["1"] * (len(load.index) - 2), *_shape(load, keys)])
+        copies = f"STAGES * {parts}" if parts > 1 else "STAGES"
+        shape = ", ".join([copies, *["1"] * (len(load.index) - 2), *_shape(load, rows, keys)])
         out.assign(f"{name}_ring", f"gl.allocate_shared_memory({name}_tiles.dtype, [{shape}], {name}_tiles.layout)")
 
 
-def tiles_from_rings(site: Site, program: Program, part: str, keys: str | int) -> None:
-    """Let the body just entered read captured tiles from their rings. part: which half of the keys, or ""."""
+def tiles_from_rings(site: Site, index: str, rows: str | int, keys: str | int, transposed: bool) -> dict[Load, str]:
+    """Text of captured tiles in their rings as float32. index: place in the ring; transposed: keys run along the score tile's first dimension."""
+    found = {}
     for load in tile_loads(site):
-        tile = f"{_name(site, load)}_ring.index({f'slot * 2 + {part}' if part else 'slot'}).reshape([{', '.join(_shape(load, keys))}])"
-        turned = ".permute((1, 0))" if _keys_last(load) else ""
-        program.body.names[load] = f"{tile}{turned}.load(scores).to(tl.float32)"
+        tile = f"{_name(site, load)}_ring.index({index}).reshape([{', '.join(_shape(load, rows, keys))}])"
+        found[load] = f"{tile}{'.permute((1, 0))' if _keys_last(load) == transposed else ''}.load(scores).to(tl.float32)"
+    return found
 
 
 def tile_bytes(site: Site) -> str:
@@ -81,15 +89,15 @@ def tile_bytes(site: Site) -> str:
     return "".join(" + BLOCK_M * BLOCK_N * 2" for _ in tile_loads(site))
 
 
-def read_tiles(site: Site, out: Writer, halves: int, half: int) -> None:
-    """Start the copies of a step's captured tiles; they complete with q."""
+def read_tiles(site: Site, out: Writer, full: str, parts: int, rows: int = 0, keys: int = 0) -> None:
+    """Start the copies of a step's captured tiles, on whose arrival `full` waits. rows, keys: from one part to the next."""
     for load in tile_loads(site):
         name = _name(site, load)
-        for n in range(halves):
-            at = {Var("i"): "i0", Var("j"): f"j0 + {n * half}" if n else "j0"}
+        for n in range(parts):
+            at = {Var("i"): f"i0 + {n * rows}" if n * rows else "i0", Var("j"): f"j0 + {n * keys}" if n * keys else "j0"}
             index = ", ".join(str(a.value) if isinstance(a, Const) else at.get(a) or local(a.name) for a in load.index)
-            slot = f"slot * 2 + {n}" if halves > 1 else "slot"
-            out.line(f"tma.async_copy_global_to_shared({name}_tiles, [{index}], q_full.index(slot), {name}_ring.index({slot}))")
+            slot = f"slot * {parts} + {n}" if parts > 1 else "slot"
+            out.line(f"tma.async_copy_global_to_shared({name}_tiles, [{index}], {full}.index(slot), {name}_ring.index({slot}))")
 
 
 # ------------------------------------------------------------------------------------------------------------ gradient

@@ -14,6 +14,7 @@ from ..program import Program, local
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
 from .forward import _add_values, heavy_last, is_finite
+from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tiles_from_rings
 from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -33,7 +34,8 @@ def forward_kernel(site: Site) -> Kernel:
     """out and log-sum-exp, BLOCK_M = 64 * warpgroups query rows of one batch index at a time."""
     spec, warpgroups = site.spec, site.warpgroups
     kernel = WarpSpecialized("attention_forward", "One program for each multiprocessor: takes tiles of query rows, one after the other.",
-                             tma_arguments(site, {"Taken": "taken"}, {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS}),
+                             tma_arguments(site, {"Taken": "taken"}, {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS})
+                             | tile_arguments(site, ROWS, "BLOCK_N"),
                              ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD")
     out = kernel.body
     out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
@@ -42,6 +44,7 @@ def forward_kernel(site: Site) -> Kernel:
     reserve(site, out, "q_tile", "Q", warpgroups * site.q_tiles, ROWS)
     reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
     reserve(site, out, "v_ring", "V", "STAGES", "BLOCK_N")
+    reserve_tiles(site, out, warpgroups, ROWS, "BLOCK_N")
     for c in _own_out(site):
         out.assign(f"out_tile{c.suffix}", f"gl.allocate_shared_memory({tiles_name('Out', c)}.dtype, [{warpgroups}, {block_shape(site, 'Out', ROWS, c)}], "
                                           f"{tiles_name('Out', c)}.layout)")
@@ -133,9 +136,13 @@ def _load_tiles(site: Site, locate: str) -> Partition:
             out.assign("j0", tile_start(site, "j", "t"))
             out.assign("slot", "tile % STAGES")
             out.assign("phase", "tile // STAGES & 1")
-            for letter, operand in (("k", "K"), ("v", "V")):
+            for letter, operand, captured in (("k", "K", tile_bytes(site)), ("v", "V", "")):
+                wide = sum(c.width for c, _, _ in pieces(site, operand))
                 out.line(f"mbarrier.wait({letter}_empty.index(slot), phase ^ 1)")
-                read_by_tma(site, out, operand, "j0", "BLOCK_N", f"{letter}_full.index(slot)", f"{letter}_ring", "slot")
+                out.line(f"mbarrier.expect({letter}_full.index(slot), BLOCK_N * {wide * 2}{captured})")
+                read_by_tma(site, out, operand, "j0", "BLOCK_N", f"{letter}_full.index(slot)", f"{letter}_ring", "slot", expect=False)
+                if captured:
+                    read_tiles(site, out, "k_full", site.warpgroups, rows=ROWS)
             out.assign("tile", "tile + 1")
         out.assign("number", "following" if uneven else "number + tl.num_programs(0)")
         out.assign("turn", "turn + 1")
@@ -174,7 +181,7 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
         _issue_scores(site, out, "slot")
         out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
-        out.line("mbarrier.arrive(k_empty.index(slot), count=1)")
+        _leave_keys(site, out)
         if several:
             out.line("tma.store_wait(0)", "the output before this one has left the place of its query rows")
             out.line(f"mbarrier.arrive(q_empty.index({_q_slot(site, '(turn + 1)')}), count=1, pred=turn > 0)")
@@ -194,7 +201,7 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
             out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
             _issue_values(site, out, "previous")
             out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
-            out.line("mbarrier.arrive(k_empty.index(slot), count=1)")
+            _leave_keys(site, out)
             _softmax(site, program, out, partial, first=False)
             _wait_values(site, out)
             out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
@@ -229,6 +236,17 @@ def _issue_scores(site: Site, out: Writer, slot: str) -> None:
         out.assign("next_qk", f"warpgroup_mma(q{c.suffix}, k{c.suffix}.permute((1, 0)), {start})")
 
 
+def _leave_keys(site: Site, out: Writer) -> None:
+    """The place of the keys, and of captured tiles beside them, is free."""
+    for n, text in enumerate(_captured_tiles(site).values()):
+        out.assign(f"captured_tile_{n}", text)
+    out.line("mbarrier.arrive(k_empty.index(slot), count=1)")
+
+
+def _captured_tiles(site: Site) -> dict:
+    return tiles_from_rings(site, f"slot * {site.warpgroups} + WARPGROUP", ROWS, "BLOCK_N", False)
+
+
 def _issue_values(site: Site, out: Writer, slot: str) -> None:
     for c in site.v_chunks:
         out.assign(f"v{c.suffix}", tile_view("v_ring", c, slot, "BLOCK_N"))
@@ -249,6 +267,7 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
     program.enter(out, [site.raw, *([visible] if visible is not None and partial else [])], () if beyond else "j")
     if partial or Var("j") in site.raw.leaves:
         out.assign("j", "j0 + cols")
+    program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(_captured_tiles(site))}
     raw = program.tile(site.raw)
     out.assign("raw", raw)
     if partial:

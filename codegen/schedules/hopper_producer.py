@@ -86,7 +86,7 @@ def load_tiles(site: Site, others, halves: int, half: int) -> Partition:
         wide = sum(c.width for c in site.qk_chunks)
         out.line(f"mbarrier.expect(q_full.index(slot), BLOCK_M * {wide * 2}{tile_bytes(site)})")
         read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot", expect=False)
-        read_tiles(site, out, halves, half)
+        read_tiles(site, out, "q_full", halves, keys=half)
         for name, value in ({"lse2_ring": "lse2", "delta_ring": "delta"} | ({"mean_ring": "mean"} if site.averages else {}) | found).items():
             out.line(f"{name}.index(slot).store({value})")
         out.line("mbarrier.arrive(q_full.index(slot), count=1)")
