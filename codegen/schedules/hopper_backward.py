@@ -61,7 +61,7 @@ def keys_kernel(site: Site) -> Kernel:
     elif not partial and not site.whole:
         partial = "j0 + BLOCK_N > N"
     steps = f"count * {count(others)}" if others else "count"
-    out.assign("steps", steps if is_split(site) else f"tl.maximum({steps}, 1)", "the queries that share these keys, one after the other" if others else "")
+    out.assign("steps", f"tl.maximum({steps}, 1)" if is_tight(site) else steps, "the queries that share these keys, one after the other" if others else "")
     if not others:
         out.assign("z", "y")
     if spec.dropout:
@@ -92,6 +92,11 @@ def keys_kernel(site: Site) -> Kernel:
     else:
         kernel.start([(_accumulate(site, partial, others), [], WARPS, REGISTERS), producer])
     return kernel
+
+
+def is_tight(site: Site) -> bool:
+    """Do registers run out unless the loop spares them, at the price of a little time?"""
+    return not is_split(site) or bool(site.spec.visible.loads)
 
 
 def _chain(out: Writer, name: str, found, left, right, start: str) -> None:
@@ -245,7 +250,7 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
             with program.branch(), out.block(f"if {partial}:"):
                 inside()
 
-    early = not is_split(site) or bool(spec.visible.loads)  # before exp the tile stays where the product left it: heads above 64 have no registers to spare. After it, exp starts sooner
+    early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
     if early:
         hide("float('-inf')", name, "0.0")  # exp2(0 - log2(keys)) = 1 / keys
         program.body.names[site.raw] = name

@@ -191,11 +191,13 @@ def test_the_hopper_schedule_says_why_not(variant, sizes, direction, reason):
 
 
 def test_gradients_in_a_fixed_order_on_demand():
-    s, p = spec(CORE["full"]), problem("self", 64, "bfloat16", M=1024)
+    s, p = spec(CORE["causal"]), problem("self", 64, "bfloat16", M=1024)
     torch.use_deterministic_algorithms(True)
     try:
         plan = make_plan(s, p, gpu.BY_NAME["H200"], "backward")
         assert plan.schedule == "hopper" and plan.ordered
+        plan = make_plan(spec(CORE["full"]), p, gpu.BY_NAME["H200"], "backward")
+        assert plan.schedule == "triton" and "wait for each other" in plan.reason
         plan = make_plan(spec(MORE["documents"]), p, gpu.BY_NAME["H200"], "backward", listed=True)
         assert plan.schedule == "triton" and "deterministic" in plan.reason
         assert make_plan(s, p, gpu.BY_NAME["H200"], "forward").schedule == "hopper"
