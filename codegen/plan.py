@@ -283,13 +283,13 @@ def all_needs(spec: AttentionSpec) -> tuple[bool, ...]:
 
 
 def why_not_hopper(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool = True, listed: bool = False,
-                   needs: tuple[bool, ...] | None = None) -> str | None:
+                   needs: tuple[bool, ...] | None = None, tiled: Sequence[str] = ()) -> str | None:
     """Why this does not run in the Hopper schedule on `gpu`, or None. Arguments as `make_plan`."""
     wanted = OVERRIDE.get("schedule")
     if gpu.capability != (9, 0) or wanted == "triton" or wanted is None and set(OVERRIDE):
         return f"{gpu.name} is no Hopper card" if gpu.capability != (9, 0) else "the portable schedule was asked for"
     reason = hopper.refusal(spec, problem, direction, descriptors, listed, all_needs(spec) if needs is None else needs, deterministic())
-    return reason or (hopper.preferred_elsewhere(spec, problem, direction, deterministic()) if wanted is None else None)
+    return reason or (hopper.preferred_elsewhere(spec, problem, direction, deterministic(), tiled) if wanted is None else None)
 
 
 def deterministic() -> bool:
@@ -325,10 +325,10 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
         raise ValueError(f"direction must be one of {DIRECTIONS}, not {direction!r}")
     use = has_descriptors(spec, problem, gpu) and descriptors is not False
     listed = pays(spec, problem) if listed is None else listed
-    why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs)
+    names = {load.name for load in hopper_captured.candidates(spec)}
+    tiled = tuple(sorted(names if tiled is None else names & {*tiled}))
+    why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs, tiled)
     if why is None:
-        names = {load.name for load in hopper_captured.candidates(spec)}
-        tiled = tuple(sorted(names if tiled is None else names & {*tiled}))
         found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu, listed, tiled)
         if found is not None:
             if direction == "forward":

@@ -235,16 +235,16 @@ def is_heavy(spec: AttentionSpec) -> bool:
     return functions or by_row or across or spec.dropout > 0
 
 
-def preferred_elsewhere(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:
-    """Why the portable schedule is preferred, or None."""
+def preferred_elsewhere(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False, tiled: Sequence[str] = ()) -> str | None:
+    """Why the portable schedule is preferred, or None. deterministic, tiled: as `refusal` and `shared_bytes`."""
     if direction == "backward" and deterministic and bounds(spec.visible, "i").lo == Const(0) and problem.N < 8192:  # 3.5 against 3.2 ms at 4096
         return "where every tile of keys begins at the first row, they wait for each other too long"
     if problem.M <= ROWS:
         return f"{problem.M} query rows leave its second warpgroup idle"
     if problem.D != problem.Dv:
         return f"head sizes {problem.D} and {problem.Dv} were not measured in it yet"
-    steps = peel(spec.score)[0] != QK or is_heavy(spec)
-    if direction == "forward" and steps and max(problem.D, problem.Dv) <= 64:  # softcap 218 against 198 TFLOP/s, ALiBi 342 / 325, a bias 239 / 222
+    steps = is_heavy(spec) or peel(spec.score)[0] != QK and not tiled  # a bias by TMA: 1.74 against 1.98 ms at N = 4096
+    if direction == "forward" and steps and max(problem.D, problem.Dv) <= 64:  # softcap 218 against 198 TFLOP/s, ALiBi 342 / 325
         return "at head sizes up to 64 many small programs hide the latency of a score's own steps better"
     return None
 
