@@ -30,6 +30,8 @@ CORE = {
 
 MORE = {
     "shared_bias": Variant(("bias: float[4]",), score="qk * 0.125 + bias[0, h, i, j]", where="j <= i"),
+    "additive_mask": Variant(("bias: float[4]",), score="qk * 0.125 + bias[b, h, i, j]", where="bias[b, h, i, j] > (-1.5)",
+                             empty="mean, additive over bias[b, h, i, j] > (-2.5)"),
     "padded_bias": Variant(("bias: float[3]", "pad: bool[2]"), score="qk + bias[h, i, j]", where="pad[b, j]", empty="mean, additive"),
     "alibi": Variant(("slope: float[1]",), score="qk * 0.125 + slope[h] * to_float(j - i)", where="j <= i"),
     "t5_table": Variant(("table: float[2]",), score="qk + table[minimum(maximum(j - i + 4, 0), 8), h]"),
