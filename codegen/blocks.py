@@ -40,6 +40,8 @@ def pays(spec: AttentionSpec, problem: Problem) -> bool:
     """Is the mask worth a run-time summary: are there enough tiles, and do data decide them or has their range no good closed form?"""
     if not spec.is_masked or problem.M == 1 or problem.M * problem.N < SUMMARISED_FROM:
         return False
+    if any(load in spec.score.loads and {*spec.axes, "i", "j"} <= load.variables for load in spec.visible.loads):
+        return False  # a mask that each batch index has to itself and the score reads anyway: to summarise it is to read it all once more
     return spec.is_data_masked or not spec.visible.loads and _closed_form_wastes(spec.mask(), min(problem.M, SAMPLE), min(problem.N, SAMPLE),
                                                                                   tuple(dict(zip(spec.sizes, problem.sizes)).items()))
 

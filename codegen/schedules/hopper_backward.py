@@ -230,7 +230,7 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     wanted = [scaled(site, QK)[0]]
     program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if site.averages else [])], "")
     rows_from_rings(site, program)
-    program.body.names |= tiles_from_rings(site, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
+    program.body.names |= tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
     raw = program.tile(site.raw)
     name = raw if raw.isidentifier() else out.assign("raw", raw)
 

@@ -75,12 +75,14 @@ def reserve_tiles(site: Site, out: Writer, parts: int, rows: str | int, keys: st
         out.assign(f"{name}_ring", f"gl.allocate_shared_memory({name}_tiles.dtype, [{shape}], {name}_tiles.layout)")
 
 
-def tiles_from_rings(site: Site, index: str, rows: str | int, keys: str | int, transposed: bool) -> dict[Load, str]:
-    """Text of captured tiles in their rings as float32. index: place in the ring; transposed: keys run along the score tile's first dimension."""
+def tiles_from_rings(site: Site, out: Writer, index: str, rows: str | int, keys: str | int, transposed: bool) -> dict[Load, str]:
+    """Captured tiles in their rings, as text that reads them. index: place in the ring; transposed: keys run along the score tile's first
+    dimension."""
     found = {}
     for load in tile_loads(site):
         tile = f"{_name(site, load)}_ring.index({index}).reshape([{', '.join(_shape(load, rows, keys))}])"
-        found[load] = f"{tile}{'.permute((1, 0))' if _keys_last(load) == transposed else ''}.load(scores).to(tl.float32)"
+        name = out.assign(_name(site, load), f"{tile}{'.permute((1, 0))' if _keys_last(load) == transposed else ''}")
+        found[load] = f"{name}.load(scores).to(tl.float32)"
     return found
 
 

@@ -14,7 +14,7 @@ from ..program import Program, local
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
 from .forward import _add_values, heavy_last, is_finite
-from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tiles_from_rings
+from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -238,13 +238,9 @@ def _issue_scores(site: Site, out: Writer, slot: str) -> None:
 
 def _leave_keys(site: Site, out: Writer) -> None:
     """The place of the keys, and of captured tiles beside them, is free."""
-    for n, text in enumerate(_captured_tiles(site).values()):
+    for n, text in enumerate(tiles_from_rings(site, out, f"slot * {site.warpgroups} + WARPGROUP", ROWS, "BLOCK_N", False).values()):
         out.assign(f"captured_tile_{n}", text)
     out.line("mbarrier.arrive(k_empty.index(slot), count=1)")
-
-
-def _captured_tiles(site: Site) -> dict:
-    return tiles_from_rings(site, f"slot * {site.warpgroups} + WARPGROUP", ROWS, "BLOCK_N", False)
 
 
 def _issue_values(site: Site, out: Writer, slot: str) -> None:
@@ -267,7 +263,7 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
     program.enter(out, [site.raw, *([visible] if visible is not None and partial else [])], () if beyond else "j")
     if partial or Var("j") in site.raw.leaves:
         out.assign("j", "j0 + cols")
-    program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(_captured_tiles(site))}
+    program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(tile_loads(site))}
     raw = program.tile(site.raw)
     out.assign("raw", raw)
     if partial:

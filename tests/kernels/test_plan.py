@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from flashfx.codegen import gpu, load, triton_host
+from flashfx.codegen.blocks import pays
 from flashfx.codegen.parts import chunks, peel
 from flashfx.codegen.plan import DIRECTIONS, REGISTER_LIMIT, make_plan, overridden, registers_per_thread, why_not_hopper
 from flashfx.codegen.render import render
@@ -175,7 +176,7 @@ REFUSED = [
     ("full", {"dtype": "float32"}, "forward", "one 16-bit type, not float32"), ("full", {"v_dtype": "float16"}, "forward", "not bfloat16 and float16"),
     ("full", {"D": 20}, "forward", "not aligned to 16 bytes"), ("full", {"D": 192}, "backward", "head sizes above 128"),
     ("full", {"M": 64}, "forward", "64 query rows leave its second warpgroup idle"), ("alibi", {}, "backward", "not read at both row and key need gradients"),
-    ("full", {"D": 128, "Dv": 64}, "forward", "head sizes 128 and 64 were not measured"), ("softcap", {}, "forward", "many small programs"),
+    ("full", {"D": 128, "Dv": 64}, "backward", "head sizes 128 and 64 were not measured"), ("softcap", {}, "forward", "many small programs"),
 ]
 
 
@@ -203,6 +204,13 @@ def test_gradients_in_a_fixed_order_on_demand():
         assert make_plan(s, p, gpu.BY_NAME["H200"], "forward").schedule == "hopper"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_summary_pays_where_it_reads_less_than_the_kernels_do():
+    p = problem("self", 64, "bfloat16", M=4096)
+    assert not pays(spec(MORE["additive_mask"]), p)  # every head has its own, which the score reads anyway
+    assert pays(spec(replace(MORE["additive_mask"], score="qk + bias[b, 0, i, j]", where="bias[b, 0, i, j] > (-1.5)", empty="zero")), p)
+    assert pays(spec(CORE["bool_mask"]), p)
 
 
 def test_a_schedule_can_be_forced():
