@@ -40,10 +40,10 @@ def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[
     env, tensors = index_grid(spec, sizes, M, N, q.device), {a.name: t for a, t in zip(spec.aux, aux)}
     size = lambda t: t.abs().max().item() if t.numel() else 0.0
     slope = lambda wrt: size(evaluate(partial(spec.score, wrt), env, tensors, dot, torch.float64).nan_to_num(0.0))
-    dp = size(grad_out @ v.mT)
-    scales = {"q": dp * size(k) * slope(QK), "k": dp * size(q) * slope(QK)}
     real = lse[lse.isfinite() & (lse < MEAN_ROW)].double()
-    scales["v"] = size(grad_out) * max(1.0, size(real)) if exact else 0.0
+    digits = max(1.0, size(real)) if exact else 1.0  # a float32 of that size stands for the row's sum
+    dp = size(grad_out @ v.mT) * digits
+    scales = {"q": dp * size(k) * slope(QK), "k": dp * size(q) * slope(QK), "v": size(grad_out) * digits if exact else 0.0}
     for load in spec.score.loads:  # weights of a row sum to one: one such term per row, and the rounding of rows adds up as a random walk
         rows_summed = lse.numel() / max(1, tensors[load.name].numel())
         scales[load.name] = max(scales.get(load.name, 0.0), dp * slope(load) * max(1.0, rows_summed) ** 0.5)
