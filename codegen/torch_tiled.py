@@ -1,7 +1,7 @@
 """The schedule for machines without a GPU, and the readable reference of what the generated kernels do: FlashAttention-2
 (Dao 2023, algorithms 1 and 2) in plain PyTorch, over tiles of query rows and key rows, every batch index at once.
 
-Memory is O(M + N): a tile of scores is the largest temporary. Tiles that the mask hides wholly are skipped. Arithmetic is
+Memory is O(M + N): a few tiles of scores are the largest temporaries. Tiles that the mask hides wholly are skipped. Arithmetic is
 float32, or float64 when any of q, k, v is. The log-sum-exp is all that the backward pass needs to rebuild the weights:
 
 * a row that saw keys stores m + log(sum);
@@ -33,8 +33,8 @@ TILE_ELEMENTS = 1 << 22
 
 
 def tile_sizes(batch: int, M: int, N: int) -> tuple[int, int]:
-    """Rows and columns of a tile; depends on sizes alone, so that repeats are bit-identical."""
-    rows = min(M, max(16, TILE_ELEMENTS // max(1, 512 * batch)))
+    """Rows and columns of a tile, all columns where that leaves some rows; depends on sizes alone, so that repeats are bit-identical."""
+    rows = min(M, max(16, TILE_ELEMENTS // max(1, max(512, N) * batch)))
     return rows, min(N, max(16, TILE_ELEMENTS // max(1, rows * batch)))
 
 
@@ -160,7 +160,11 @@ def _sum_to(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs: Sequence[bool],
              tiles: tuple[int, int] | None = None, grad_lse: torch.Tensor | None = None,
              blocks=None) -> list[torch.Tensor]:
-    """Gradients of (q, k, v, *aux) as `flashfx.codegen.launch.backward`."""
+    """Gradients of (q, k, v, *aux) as `flashfx.codegen.launch.backward`.
+
+    A first pass over the tiles of a row sums p and p * (dp - delta), which are 1 and 0 but for the rounding of `lse` and of `out` in delta. That is
+    the same for all keys, so that it would add up where they are summed; both are put right.
+    """
     site = _Site(spec, q, k, v, aux, seed, sizes, tiles, blocks)
     operands = [q, k, v, *aux]
     sums = [torch.zeros(t.shape, dtype=site.dtype, device=t.device) if need else None for t, need in zip(operands, needs)]
@@ -172,32 +176,43 @@ def backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes,
     for rows in () if site.is_empty else _spans(site.M, site.tiles[0]):
         g = grad_out[..., rows, :].to(site.dtype)
         row_lse = lse[..., rows].to(site.dtype).unsqueeze(-1)
-        delta = (g * out[..., rows, :].to(site.dtype)).nan_to_num(0.0).sum(-1, keepdim=True)
-        if grad_lse is not None:  # d lse / d score = p
-            delta = delta - grad_lse[..., rows].to(site.dtype).unsqueeze(-1)
         averaging = row_lse >= MEAN_ROW
         row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # an empty row: every weight is 0
         has_mean = site.averages and bool(averaging.any())
-        for cols in _spans(site.N, site.tiles[1]):
+
+        def rebuilt(cols: slice):
+            """(cols, index grid, q . k, p, which weights dropout keeps, dp) of one tile; None where nothing is visible."""
             env, dot, visible = site.scores(rows, cols)
             if visible is False:
                 if not has_mean:
-                    continue
+                    return None
                 dot = q[..., rows, :].to(site.dtype) @ k[..., cols, :].to(site.dtype).mT
                 visible = evaluate(FALSE, env, {}, None, site.dtype)
             p = torch.exp(site.score(env, dot, visible) - row_lse)
             if has_mean:
                 p = torch.where(averaging, site.averaged(env) * (MEAN_ROW / row_lse), p)
             kept = site.keep(env) if spec.dropout else None
+            dp = g @ v[..., cols, :].to(site.dtype).mT
+            return cols, env, dot, p, kept, dp if kept is None else torch.where(kept, dp * keep_scale, 0.0)
+
+        all_tiles = lambda: (t for cols in _spans(site.N, site.tiles[1]) if (t := rebuilt(cols)) is not None)
+        few = list(all_tiles()) if (rows.stop - rows.start) * site.N * site.batch <= TILE_ELEMENTS else None  # not computed twice
+        delta = (g * out[..., rows, :].to(site.dtype)).nan_to_num(0.0).sum(-1, keepdim=True)
+        total, excess = torch.zeros_like(delta), torch.zeros_like(delta)
+        for _, _, _, p, _, dp in all_tiles() if few is None else few:
+            total, excess = total + p.sum(-1, keepdim=True), excess + (p * (dp - delta)).sum(-1, keepdim=True)
+        total = total.masked_fill(total == 0, 1.0)
+        excess = excess / total
+        if grad_lse is not None:  # d lse / d score = p
+            excess = excess - grad_lse[..., rows].to(site.dtype).unsqueeze(-1)
+        for cols, env, dot, p, kept, dp in all_tiles() if few is None else few:
+            p = p / total
             weights = p if kept is None else torch.where(kept, p * keep_scale, 0.0)
             if needs[2]:
                 sums[2][..., cols, :] += _sum_to(weights.mT @ g, (*v.shape[:-2], -1, -1))
             if not (needs[0] or needs[1] or loads):
                 continue
-            dp = g @ v[..., cols, :].to(site.dtype).mT
-            if kept is not None:
-                dp = torch.where(kept, dp * keep_scale, 0.0)
-            ds = p * (dp - delta)
+            ds = p * ((dp - delta) - excess)
             if has_mean and spec.empty_row is EmptyRow.MEAN:
                 ds = torch.where(averaging, 0.0, ds)
             if needs[0] or needs[1]:

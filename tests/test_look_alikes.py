@@ -202,13 +202,7 @@ CASES = {
 }
 
 
-LOG_SUM_EXP = pytest.mark.xfail(strict=True, reason="the log-sum-exp of a row is one float32: where every score of the row is near a huge "
-                                "constant it cannot hold the sum, and the row's gradients lose digits")
-DELTA = pytest.mark.xfail(strict=True, reason="backward takes delta from the rounded output, where eager sums p * dp itself")
-INEXACT = {"empty rows, -1e4": LOG_SUM_EXP, "empty rows, -1e6 added": LOG_SUM_EXP, "temperature of each row": DELTA}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=INEXACT.get(n, ())) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_right(name):
     fn, args, fused = CASES[name]
     regions = compare(fn, *args())
