@@ -27,14 +27,14 @@ def carries(v: Value) -> bool:
     return v.name in VIEWS or v.name in BY_ATEN or v.name in CASTS or v.name in DROPOUTS or (v.name in COMPUTED and v.name not in PRODUCTS)
 
 
-_REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "native_layer_norm.default", "max.dim", "amax.default", "nan_to_num.default",
+REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "native_layer_norm.default", "max.dim", "amax.default", "nan_to_num.default",
               "round.default", "constant_pad_nd.default")
 """Between the two products these forbid the rewrite; the site is found all the same, to be refused with a reason."""
 
 
 def has_product_above(v: Value) -> bool:
     def through(x: Value) -> list[Value]:
-        return x.inputs if carries(x) or x.name in _REORDERED or softmax_of(x) is not None else []
+        return x.inputs if carries(x) or x.name in REORDERED or softmax_of(x) is not None else []
     return any(x.name in PRODUCTS for x in upstream(v, through))
 
 
@@ -50,7 +50,7 @@ def _products_below(vg: ValueGraph, v: Value) -> list[tuple[Value, int]]:
                 for side, position in enumerate(PRODUCTS[user.name]):
                     if user.args[position] is x:
                         found.append((user, side))
-            elif (carries(user) or user.name in _REORDERED) and softmax_of(user) is None:
+            elif (carries(user) or user.name in REORDERED) and softmax_of(user) is None:
                 todo.append(user)
     return sorted(set(found), key=lambda f: (f[0].number, f[1]))
 

@@ -14,7 +14,7 @@ import torch
 from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
 from flashfx.spec import AttentionSpec, Aux, EmptyRow
 
-from .find import DROPOUTS, Site, carries, has_product_above
+from .find import DROPOUTS, REORDERED, Site, carries, has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
 from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms, unpeeled
@@ -25,6 +25,7 @@ from .softmax import Softmax, softmax_of
 from .values import Refused, Value, ValueGraph, upstream
 from .weights import Dropped, LogSum, kept_keys, log_sums, sink_of, walk_weights
 
+_AXIS = {"i": "query", "j": "key"}
 BATCH_NAMES = ("b", "h", "g", "x", "y", "z")
 
 
@@ -57,11 +58,14 @@ class _Frame:
     """The axes of the output: each original dim is a list of axes, refined when a view splits one.
 
     The rows are a dim too: heads or batches that were folded into them (`p.reshape(-1, N) @ shared_values`) come out again.
+    parted and leaves: as `Puller` has them.
     """
 
     dims: list[list[str]]
     extents: dict[str, Size] = field(default_factory=dict)
     rows: list[str] = field(default_factory=lambda: ["i"])
+    parted: bool = False
+    leaves: frozenset[Value] = frozenset()
 
     def index(self, axes: list[str]) -> Affine:
         out = Affine()
@@ -72,8 +76,6 @@ class _Frame:
     def split(self, axis: str, inner: Size) -> None:
         outer = quotient(self.extents[axis], inner)
         names = ("r", "i") if axis == "i" and "r" not in self.extents else (f"{axis}o", f"{axis}i")
-        if axis == "i" and names[1] != "i":
-            raise Refused(f"views split the query axis by {inner} in more than one way", hint="keep the queries in one dim")
         del self.extents[axis]
         for dim in (*self.dims, self.rows):
             if axis in dim:
@@ -86,26 +88,50 @@ class _Frame:
         return [name for dim in (*self.dims, self.rows) for name in dim if name != "i"]
 
 
-def _frame_of(site: Site) -> _Frame:
+class _NoProduct(Refused):
+    """The scores come from no product that is understood; if another reading was tried before, its reason says more."""
+
+
+class _OtherProduct(Exception):
+    """The product that was taken for the dot product decides the mask alone."""
+
+    def __init__(self, value: Value, why: Refused):
+        super().__init__(why.reason)
+        self.value, self.why = value, why
+
+
+def _frame_of(site: Site, parted: bool = False, leaves: frozenset[Value] = frozenset()) -> _Frame:
     shape = [size(s) for s in site.out.shape]
-    frame = _Frame([[f"x{d}"] for d in range(len(shape) - 2)], {f"x{d}": s for d, s in enumerate(shape[:-2])})
+    frame = _Frame([[f"x{d}"] for d in range(len(shape) - 2)], {f"x{d}": s for d, s in enumerate(shape[:-2])}, parted=parted, leaves=leaves)
     frame.extents["i"] = shape[-2 if site.side == 0 else -1]
     return frame
 
 
 def lift(site: Site, vg: ValueGraph) -> Lifted:
     """Raises `Refused`."""
-    frame = _frame_of(site)
+    frame, why = _frame_of(site), None
     for _ in range(16):
         try:
             return (_lift_call if site.weights is None else _lift_products)(site, vg, frame)
+        except _OtherProduct as other:
+            why = why or other.why
+            if other.value in frame.leaves or len(frame.leaves) == 4:
+                raise why from None
+            frame = _frame_of(site, False, frame.leaves | {other.value})
+        except Refused as error:
+            raise why if why is not None and isinstance(error, _NoProduct) else error from None
         except SplitAxis as split:
-            if split.axis not in frame.extents:
-                raise Refused(f"a view splits the {'key' if split.axis == 'j' else 'head'} axis by {split.inner}", site.out,
-                              "keep key positions and head channels in one dim each") from None
+            splittable = split.axis in frame.extents and not (split.axis == "i" and "r" in frame.extents)
+            if not splittable and not frame.parted:
+                why = why or Refused(f"a view splits the {_AXIS.get(split.axis, 'head')} axis by {split.inner}", site.out,
+                                     "keep positions and head channels in one dim each")
+                frame = _frame_of(site, True, frame.leaves)
+                continue
+            if not splittable:
+                raise why from None
             frame.split(split.axis, split.inner)
         except Specialised:
-            frame = _frame_of(site)
+            frame = _frame_of(site, frame.parted, frame.leaves)
         except NotAffine as error:
             raise Refused(str(error), site.out, "give views the numbers of heads and channels, not sizes of other dims") from None
     raise Refused("the batch axes split without end", site.out)
@@ -125,7 +151,7 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     i, j, e = frame.index(frame.rows), Affine.axis("j"), Affine.axis("e")
     weights_at = broadcast((*batch, i, j) if side == 0 else (*batch, j, i), [size(s) for s in weights.shape])
     values_at = broadcast((*batch, j, e) if side == 0 else (*batch, e, j), [size(s) for s in values.shape])
-    at, dropped, kept = walk_weights(weights, weights_at, site.weights, extents, out.grad)
+    at, dropped, kept, cleaned = walk_weights(weights, weights_at, site.weights, extents, out.grad)
     soft = softmax_of(site.weights)
     scores, dim = soft.scores, soft.dim
     over = at[dim]
@@ -147,13 +173,13 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
                       "weights that are cut or mixed with other axes after the softmax are not supported")
     if sink is not None:
         at = tuple(Affine.axis("j") if d == dim else a for d, a in enumerate(at))
-    puller = Puller(extents, vg.constants, grad=out.grad, held=Held(vg, out.owner))
+    puller = Puller(extents, vg.constants, grad=out.grad, held=Held(vg, out.owner), parted=frame.parted, leaves=frame.leaves)
     if out.grad and site.weights.stops_gradient:
         raise gradient_ends(site.weights)
     score = puller.pull(scores, at)
     safe = site.weights.name == "_safe_softmax.default"
     column = None if sink is None else (column, tuple(Affine() if d == dim else a for d, a in enumerate(at)))
-    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column, kept, at)
+    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column, kept, at, cleaned)
     lifted.out_dims = [*frame.dims, frame.rows, ["e"]] if side == 0 else [*frame.dims, ["e"], frame.rows]
     return lifted
 
@@ -202,14 +228,15 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
 
 # ---------------------------------------------------------------------------------------------------- common part
 
-def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=()) -> Lifted:
+def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=(), cleaned=False) -> Lifted:
     product, grad = puller.product, site.out.grad
     if product is None and puller.splits:
         raise puller.splits.get("i", puller.splits.get("j"))  # rows may fold other axes; lift refuses what it cannot unfold
     if product is None:
         stop = _obstacle(softmax_of(site.weights).scores)
-        raise Refused("no matrix product over queries and keys was found in the scores" if stop is None else
-                      f"{stop.name.partition('.')[0].lstrip('_')} stands between the first product and the softmax", stop or site.weights,
+        raise _NoProduct("no matrix product over queries and keys was found in the scores" if stop is None else
+                      f"{'another matrix product' if stop.name in PRODUCTS else stop.name.partition('.')[0].lstrip('_')} stands between the first "
+                      "product and the softmax", stop or site.weights,
                       "the scores must come from q @ k^T through views and pointwise ops")
     query, key = (product.left, product.left_at), (product.right, product.right_at)
     if product.swapped:
@@ -223,7 +250,8 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     masked = peel(score, puller.dtypes)
     score = masked.score
     if any(QK in f.visible.leaves for f in masked.fills):
-        raise Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
+        why = Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
+        raise why if product.value is None else _OtherProduct(product.value, why)
     for outside in (t for f in masked.fills if grad and not f.added and math.isfinite(f.value) for t in f.outside):
         if QK in outside.leaves or any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in outside.loads):
             raise Refused("a term that needs a gradient is added after a mask that replaces scores by a finite constant: rows that are hidden entirely "
@@ -267,6 +295,8 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score, shiftable=column is None and not served)
     if shown == TRUE:
         empty = EmptyRow.NAN
+    elif cleaned and empty is EmptyRow.NAN and column is None:
+        empty = EmptyRow.ZERO
     sink = None
     if column is not None:
         if grad and any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in score.loads):
@@ -309,12 +339,13 @@ def _empty_rows_known(site: Site, vg: ValueGraph, soft: Softmax | None, finite: 
 def _obstacle(scores: Value) -> Value | None:
     """The first value above the scores that hands nothing on by itself, but depends on a product."""
     def hands_on(v: Value) -> bool:
-        return carries(v) and v.name not in DROPOUTS
+        return carries(v) and v.name not in DROPOUTS and v.name not in REORDERED
 
     def through(v: Value) -> list[Value]:
         return v.inputs if v.name not in PRODUCTS and hands_on(v) else []
 
-    return next((v for v in upstream(scores, through) if v.name not in PRODUCTS and not hands_on(v) and has_product_above(v)), None)
+    found = [v for v in upstream(scores, through) if v.name in PRODUCTS or not hands_on(v)]
+    return next((v for v in found if any(has_product_above(x) for x in v.inputs)), None)
 
 
 def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, site: Site) -> tuple[Expr, EmptyRow, Expr]:

@@ -5,12 +5,13 @@ value", becomes a short list of view steps that put its dims in that order, or N
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Sequence
 
 import torch
 
-from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, number, product, same, size
+from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, number, product, quotient, same, size
 from .values import Value, ValueGraph
 from .views import step_through
 
@@ -44,6 +45,11 @@ def radix(a: Affine, extents: dict[str, Size]) -> list[str] | None:
     return order[::-1]
 
 
+def _stride(a: Affine) -> int:
+    """The greatest common divisor of the coefficients; 1 where they are not all numbers."""
+    return math.gcd(*(c for _, c in a.terms)) if all(isinstance(c, int) for c in (a.constant, *(c for _, c in a.terms))) else 1
+
+
 def arrange(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Size], keep_missing: bool) -> Operand | None:
     """Views that turn `v` into a tensor with dims `wanted` (missing ones of extent 1 if `keep_missing`, else dropped)."""
     steps: list[Step] = []
@@ -54,6 +60,11 @@ def arrange(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Si
         if not a.terms:
             steps.append(("select", at, a.constant))
             continue
+        by = _stride(a)
+        if by > 1 and quotient(s, by) is not None:  # every second head, say: the digits above that are a dim of their own
+            s = quotient(s, by)
+            steps += [("unflatten", at, (s, by)), ("select", at + 1, a.constant % by)]
+            a = Affine(tuple((n, c // by) for n, c in a.terms), a.constant // by)
         order = radix(a, extents)
         if order is None or any(n in dims for n in order):
             return None

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 import sympy
 import torch
 
-from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, cast, const, substitute
+from flashfx.expr import BOOL, FLOAT, INT, QK, TRUE, Call, Const, Expr, Load, Var, call, cast, conjunction, const, substitute
 from flashfx.ops import BY_ATEN, OPS
 
 from .constants import closed_form, dim
 from .find import has_product_above
 from .held import Held
-from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, number, quotient, same, size
+from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, number, quotient, same, size
 from .rules import RULES, Product
 from .scalars import kind_of, rounded, simplified
 from .values import Refused, Value
-from .views import step_through
+from .views import step_through, within
 
 
 @dataclass
@@ -34,7 +34,10 @@ class Puller:
     grad: is gradient mode on at the site's output?
     splits: the first view met that splits queries or keys, by axis.
     held: what can still be read where the op will stand; None: everything.
-    parts: axes that stand for the quotient or the remainder of another one, where a mask's view splits it.
+    parts: axes that are computed from others: the quotient or the remainder of one, where a view splits it, or a position clamped to a piece.
+    halves: quotient axis -> (the axis, what it is divided by, its remainder). pieces: clamped axis -> (the index, where the piece starts).
+    parted: may views above the scores split queries or keys? Otherwise `splits` asks for other axes of the output first.
+    leaves: products that are not the site's dot product.
     """
 
     extents: dict[str, Size]
@@ -48,6 +51,12 @@ class Puller:
     held: Held | None = None
     splits: dict[str, SplitAxis] = field(default_factory=dict)
     parts: dict[str, Expr] = field(default_factory=dict)
+    halves: dict[str, tuple[str, Size, str]] = field(default_factory=dict)
+    pieces: dict[str, tuple[Affine, Size]] = field(default_factory=dict)
+    parted: bool = False
+    leaves: frozenset[Value] = frozenset()
+
+    has_product = staticmethod(has_product_above)
 
     # ------------------------------------------------------------------ sizes and indices
     def size(self, s) -> Expr:
@@ -85,18 +94,46 @@ class Puller:
         return call("add", out, self.size(a.constant))
 
     def _with_parts(self, a: Affine) -> Expr:
-        """before -> after: 4 * (j / 4) + j % 4 -> j; else each part as it is computed"""
-        terms = dict(a.terms)
-        for outer, e in list(self.parts.items())[::-1]:
-            inner = outer.replace("/", "%")
-            if e.op == "floordiv" and outer in terms and same(terms[outer], terms.get(inner, 0) * e.args[1].value):
-                whole = Affine.axis(outer.rpartition("/")[0]) * terms[inner]
-                left = Affine(tuple((n, c) for n, c in terms.items() if n not in (outer, inner)), a.constant)
-                return self.expr(left + whole)
+        merged = self.merged(a)
+        if merged != a:
+            return self.expr(merged)
         out = self.size(a.constant)
         for name, c in a.terms:
             out = call("add", out, call("mul", self.parts.get(name, Var(name)), self.size(c)))
         return out
+
+    def merged(self, a: Affine) -> Affine:
+        """before -> after: 4 * (j / 4) + j % 4 -> j"""
+        for outer, (axis, by, inner) in list(self.halves.items())[::-1]:
+            terms = dict(a.terms)
+            if outer in terms and same(terms[outer], terms.get(inner, 0) * by):
+                left = Affine(tuple((n, c) for n, c in terms.items() if n not in (outer, inner)), a.constant)
+                a = left + Affine.axis(axis) * terms[inner]
+        return a
+
+    def piece(self, a: Affine, start: Size, extent: Size) -> tuple[Expr, Affine]:
+        """(is index `a` in start..start + extent? , where in that piece it is); clamped to the piece where it is not."""
+        inner = a + start * -1
+        if within(inner, extent, self.extents):
+            return TRUE, inner
+        lo, hi = inner.bounds(self.extents) or (-1, extent)
+        inside = conjunction([*([] if at_least(lo, 0) else [call("ge", self.expr(a), self.size(start))]),
+                              *([] if at_least(extent - 1, hi) else [call("lt", self.expr(a), self.size(start + extent))])])
+        name = f"{self.expr(inner)} of {extent}"
+        clamped = self.expr(inner)
+        clamped = clamped if at_least(lo, 0) else call("maximum", clamped, 0)
+        self.parts[name] = clamped if at_least(extent - 1, hi) else call("minimum", clamped, self.size(extent - 1))
+        self.extents[name], self.pieces[name] = extent, (a, start)
+        return inside, Affine.axis(name)
+
+    def _whole(self, a: Affine, extent: Size) -> Affine:
+        """An index into a dim of `extent`: halves joined, and the position in a piece taken back to the index that it came from."""
+        a = self.merged(a)
+        if len(a.terms) == 1 and a.terms[0][1] == 1 and (found := self.pieces.get(a.terms[0][0])) is not None:
+            index, start = found
+            if same(a.constant, start) and within(index, extent, self.extents):
+                return index
+        return a
 
     def affine(self, e: Expr) -> Affine | None:
         """The affine form of an integer expression, or None."""
@@ -164,13 +201,14 @@ class Puller:
             return self.leaf(v, x)
         except SplitAxis as split:
             if split.axis in ("i", "j") or split.axis in self.parts:
-                if isinstance(split.inner, int) and quotient(self.extents[split.axis], split.inner) is not None and not has_product_above(v):
+                apart = self.parted or split.axis in self.parts or not has_product_above(v)
+                if apart and quotient(self.extents[split.axis], split.inner) is not None:
                     return self._element(v, self._split(x, split))
                 self.splits.setdefault(split.axis, split)
                 return self.leaf(v, x)
             raise
         if through is not None:
-            e = self.pull(*through)
+            e = self.pull(through[0], tuple(self._whole(a, size(s)) for a, s in zip(through[1], through[0].shape)))
             return self.leaf(v, x) if self._is_gone(e) and self.held.can(v) else e
         rule = RULES.get(v.name)
         result = rule(self, v, x) if rule is not None else self._pointwise(v, x)
@@ -201,7 +239,8 @@ class Puller:
         """The index with i or j (or a part of it) as quotient and remainder: a mask may be told by the block of a key, `mask[i // 64, j // 64]`."""
         outer, inner = f"{split.axis}/{split.inner}", f"{split.axis}%{split.inner}"
         whole = self.parts.get(split.axis, Var(split.axis))
-        self.parts[outer], self.parts[inner] = call("floordiv", whole, split.inner), call("mod", whole, split.inner)
+        self.parts[outer], self.parts[inner] = call("floordiv", whole, self.size(split.inner)), call("mod", whole, self.size(split.inner))
+        self.halves[outer] = (split.axis, split.inner, inner)
         extent = self.extents[split.axis]
         self.extents[outer], self.extents[inner] = quotient(extent, split.inner), split.inner
         replaced = Affine.axis(outer) * split.inner + Affine.axis(inner)

@@ -1,12 +1,13 @@
 """Ops that have a meaning of their own at an index, one rule each: `rule(puller, value, index)` is the element, None if it cannot say."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable
 
 import torch
 
-from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, call, cast, const
+from flashfx.expr import BOOL, FLOAT, INT, QK, TRUE, Call, Const, Expr, call, cast, const
 
 from .index import Affine, Index, broadcast, head_size, number, size
 from .scalars import cast_simplified, kind_of, narrowed, round_to
@@ -84,6 +85,31 @@ def _clamp(p, v, x):
     return e
 
 
+def _hardtanh(p, v, x):
+    low, high = Const(float(v.argument(1, "min_val", -1.0))), Const(float(v.argument(2, "max_val", 1.0)))
+    return p.apply("minimum", [p.apply("maximum", [p.operand(v.args[0], x), low], v.dtype), high], v.dtype)
+
+
+def _nan_to_num(p: Puller, v: Value, x: Index) -> Expr | None:
+    """Infinities become the largest numbers: a clamp; hidden scores become a huge finite fill."""
+    if not v.dtype.is_floating_point:
+        return None
+    nan, high, low = v.argument(1, "nan"), v.argument(2, "posinf"), v.argument(3, "neginf")
+    most = torch.finfo(v.dtype).max
+    if high is not None or low is not None:
+        return None
+
+    def finite(e: Expr) -> Expr:
+        if isinstance(e, Const):
+            return Const(0.0 if nan is None else float(nan)) if math.isnan(e.value) else Const(min(max(e.value, -most), most))
+        if isinstance(e, Call) and e.op == "where":
+            return call("where", e.args[0], finite(e.args[1]), finite(e.args[2]))
+        clamped = call("minimum", call("maximum", e, Const(-most)), Const(most))
+        return call("where", call("ne", e, e), Const(0.0 if nan is None else float(nan)), clamped)
+
+    return finite(p.operand(v.args[0], x))
+
+
 def _pow(p, v, x):
     if not v.dtype.is_floating_point or not isinstance(v.args[1], (int, float)):
         return None
@@ -95,6 +121,34 @@ def _pow(p, v, x):
 
 def _unary(build):
     return lambda p, v, x: build(p.operand(v.args[0], x)) if v.dtype.is_floating_point else None
+
+
+def _leaky_relu(p: Puller, v: Value, x: Index) -> Expr:
+    e = p.operand(v.args[0], x)
+    return call("where", call("gt", e, Const(0.0)), e, call("mul", e, Const(float(v.argument(1, "negative_slope", 0.01)))))
+
+
+def _elu(p: Puller, v: Value, x: Index) -> Expr | None:
+    e = p.operand(v.args[0], x)
+    below = call("sub", call("exp", call("minimum", e, Const(0.0))), Const(1.0))  # no overflow in the branch that is not taken
+    return call("where", call("gt", e, Const(0.0)), e, call("mul", below, Const(float(v.argument(1, "alpha", 1.0))))) if len(v.args) <= 2 else None
+
+
+def _softplus(p: Puller, v: Value, x: Index) -> Expr:
+    e, beta, most = p.operand(v.args[0], x), float(v.argument(1, "beta", 1.0)), float(v.argument(2, "threshold", 20.0))
+    scaled = call("mul", e, Const(beta))
+    soft = call("truediv", call("log1p", call("exp", call("minimum", scaled, Const(most)))), Const(beta))
+    return call("where", call("gt", scaled, Const(most)), e, soft)
+
+
+def _gelu(p: Puller, v: Value, x: Index) -> Expr:
+    e = p.operand(v.args[0], x)
+    if v.kwargs.get("approximate", "none") == "none":
+        inner = call("erf", call("mul", e, Const(0.5 ** 0.5)))
+    else:
+        cubed = call("mul", call("mul", call("mul", e, e), e), Const(0.044715))
+        inner = call("tanh", call("mul", call("add", e, cubed), Const((2.0 / math.pi) ** 0.5)))
+    return call("mul", call("mul", e, Const(0.5)), call("add", inner, Const(1.0)))
 
 
 def _triangle(op: str):
@@ -165,6 +219,8 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
     left_at = broadcast((*x[:-2], x[-2], d), [size(s) for s in left.shape])
     right_at = broadcast((*x[:-2], d, x[-1]), [size(s) for s in right.shape])
     of_left, of_right = (set().union(*(a.axes for a in at)) for at in (left_at, right_at))
+    if v in p.leaves or (of_left | of_right) & p.parts.keys():
+        return None
     swapped = "j" in of_left or "i" in of_right
     if swapped and ("i" in of_left or "j" in of_right):
         return None
@@ -182,6 +238,64 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
     return p.apply("add", [dot, call("mul", p.operand(v.args[0], x), const(float(beta)))], v.dtype)
 
 
+def _chosen(p: Puller, v: Value, inside: Expr, there: Callable[[], Expr | None], elsewhere: Callable[[], Expr | None]) -> Expr | None:
+    """`there` where `inside` holds, else `elsewhere`; what is nowhere read is not pulled."""
+    if isinstance(inside, Const):
+        return there() if inside.value else elsewhere()
+    a, b = there(), elsewhere()
+    return None if a is None or b is None else p.apply("where", [inside, a, b], v.dtype)
+
+
+def _slice_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
+    """Written by `t[..., a:b] = source`: the source inside the slice, what was there outside."""
+    base, source = v.args[0], v.args[1]
+    d = v.argument(2, "dim", 0) % len(v.shape)
+    start, step = v.argument(3, "start"), v.argument(5, "step", 1)
+    start = 0 if start is None else size(start)
+    if step != 1 or not isinstance(start, int):
+        return None
+    start = size(max(start + v.shape[d], 0)) if start < 0 else start
+    inside, at = p.piece(x[d], start, size(source.shape[d]))
+    return _chosen(p, v, inside, lambda: p.pull(source, x[:d] + (at,) + x[d + 1:]), lambda: p.pull(base, x))
+
+
+def _select_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
+    """Written by `t[..., k] = source`."""
+    d, k = v.args[2] % len(v.shape), size(v.args[3])
+    if isinstance(k, int) and k < 0:
+        k = size(v.shape[d]) + k
+    inside, _ = p.piece(x[d], k, 1)
+    return _chosen(p, v, inside, lambda: p.pull(v.args[1], x[:d] + x[d + 1:]), lambda: p.pull(v.args[0], x))
+
+
+def _cat(p: Puller, v: Value, x: Index) -> Expr | None:
+    """Tensors side by side; what is computed by products, or reads float tensors, stays one tensor."""
+    d = v.argument(1, "dim", 0) % len(v.shape)
+    if len(v.args[0]) > 4 or v.dtype.is_floating_point and p.has_product(v):
+        return None
+
+    def pick(tensors, start) -> Expr | None:
+        here = size(tensors[0].shape[d])
+        inside, at = p.piece(x[d], start, here)
+        there = lambda: p.pull(tensors[0], x[:d] + (at,) + x[d + 1:])
+        return there() if len(tensors) == 1 else _chosen(p, v, inside, there, lambda: pick(tensors[1:], start + here))
+
+    e = pick(list(v.args[0]), 0)
+    return None if e is None or any(load.kind == FLOAT for load in e.loads) else e
+
+
+def _pad(p: Puller, v: Value, x: Index) -> Expr | None:
+    """A constant around a tensor."""
+    source, widths = v.args[0], [size(w) for w in v.args[1]]
+    inside, at = TRUE, list(x)
+    for n in range(len(widths) // 2):
+        d = len(x) - 1 - n
+        here, at[d] = p.piece(x[d], widths[2 * n], size(source.shape[d]))
+        inside = call("and", inside, here)
+    fill = cast(const(v.argument(2, "value", 0)), kind_of(v.dtype))
+    return _chosen(p, v, inside, lambda: p.pull(source, tuple(at)), lambda: fill)
+
+
 RULES = {
     "full.default": _constant(lambda v: v.args[1]), "full_like.default": _constant(lambda v: v.args[1]),
     "new_full.default": _constant(lambda v: v.args[2]), "scalar_tensor.default": _constant(lambda v: v.args[0]),
@@ -193,8 +307,10 @@ RULES = {
     "rsub.Scalar": _rsub, "rsub.Tensor": _rsub, "div.Tensor_mode": _div_mode, "div.Scalar_mode": _div_mode,
     "clamp.default": _clamp, "clamp_min.default": _clamp,
     "pow.Tensor_Scalar": _pow, "square.default": _unary(lambda e: call("mul", e, e)),
+    "nan_to_num.default": _nan_to_num, "leaky_relu.default": _leaky_relu, "elu.default": _elu, "softplus.default": _softplus, "gelu.default": _gelu, "hardtanh.default": _hardtanh,
     "relu.default": _unary(lambda e: call("maximum", e, Const(0.0))),
     "silu.default": _unary(lambda e: call("mul", e, call("sigmoid", e))),
+    "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "cat.default": _cat, "constant_pad_nd.default": _pad,
     "tril.default": _triangle("tril"), "triu.default": _triangle("triu"),
     "index.Tensor": _index, "index_select.default": _index_select,
     **{name: _product for name in PRODUCTS},

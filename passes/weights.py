@@ -57,9 +57,9 @@ def _zeroed(v: Value) -> tuple[Value, Value, bool] | None:
     return None
 
 
-def walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> tuple[Index, Dropped | None, list[Kept]]:
-    """From the second product up to the softmax: views, casts, one dropout, and masks that set weights to 0."""
-    dropped, kept = None, []
+def walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> tuple[Index, Dropped | None, list[Kept], bool]:
+    """From the second product up to the softmax: views, casts, one dropout, masks that set weights to 0, and NaN made 0 (the last result)."""
+    dropped, kept, cleaned = None, [], False
     while v is not weights:
         if grad and v.stops_gradient:
             raise gradient_ends(v)
@@ -75,10 +75,12 @@ def walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> tu
         elif (found := _zeroed(v)) is not None and dropped is None:
             kept.append(Kept(v, *found[1:], at))
             v = found[0]
+        elif v.name == "nan_to_num.default" and not v.argument(1, "nan"):  # weights are at most 1, or NaN in a row without a visible key
+            cleaned, v = True, v.args[0]
         else:
             raise Refused(f"the attention weights are changed by {v.name.partition('.')[0]} before the second product", v,
                           "only casts, views and one dropout may stand between softmax and the second product")
-    return at, dropped, kept
+    return at, dropped, kept, cleaned
 
 
 def kept_keys(kept: list[Kept], puller: Puller) -> Expr:

@@ -207,8 +207,8 @@ def weights_rolled(q, k, v):
 
 
 @row(CHANGED.format("nan_to_num"))
-def empty_rows_repaired(q, k, v):
-    return scores(q, k).softmax(-1).nan_to_num() @ v
+def empty_rows_filled(q, k, v):
+    return scores(q, k).softmax(-1).nan_to_num(0.5) @ v
 
 
 @row("one dropout is repeated along an axis of the attention", lambda: (rand(B, 1, M, D), rand(B, 1, N, D), rand(B, H, N, D)))
@@ -353,7 +353,7 @@ def bias_changed_before_the_end(q, k, v, bias):
     return p @ v
 
 
-@row(None, lambda: qkv(False))
+@row(CHANGED.format("select_scatter"), lambda: qkv(False))
 def weights_overwritten(q, k, v):
     p = scores(q, k).softmax(-1)
     p[..., 0] = 0.0
