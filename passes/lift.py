@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
-from flashfx.spec import AttentionSpec, Aux, EmptyRow
+from flashfx.expr import QK, TRUE, Const, Expr, Var, call, cast, conjunction, substitute
+from flashfx.spec import AttentionSpec, EmptyRow
 
 from .find import DROPOUTS, REORDERED, Site, carries, has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
 from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms, unpeeled
-from .operands import Operand, arrange, trace_back
+from .operands import Operand, captured, trace_back
 from .pull import Puller, gradient_ends
 from .rules import PRODUCTS, Product
 from .softmax import Softmax, softmax_of
@@ -311,7 +311,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
     renamed = {old: new for old, new in zip(batch, BATCH_NAMES)}
     if len(batch) > len(BATCH_NAMES):
         raise Refused(f"{len(batch)} batch axes, at most {len(BATCH_NAMES)} are supported", site.out)
-    aux, table, operands = _captured(puller, [score, shown, over], batch, renamed)
+    aux, table, operands = captured(puller, [score, shown, over], batch, renamed)
     score, shown, over = (substitute(e, table) for e in (score, shown, over))
     used = {n for e in (score, shown, over) for n in e.variables}
     sizes = [(s, name) for s, name in puller.names.items() if name in used]
@@ -364,43 +364,3 @@ def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, 
             total = call("add", total, call("where", f.visible, Const(0.0), Const(f.value)))
     over = conjunction([*(f.visible for f in fills if math.isinf(f.value)), above(total, -math.inf)])
     return call("and", shown, above(total, hidden)), EmptyRow.MEAN_ADD, over
-
-
-_AUX_NAMES = {"bool": "mask", "int": "ids", "float": "bias"}
-
-
-def _captured(puller: Puller, exprs: list[Expr], batch: list[str], renamed: dict[str, str]):
-    """Name the captured tensors, arrange them so that their indices are plain axes, and give the substitution."""
-    axes = [*batch, "i", "j"]
-    final = {Var(old): Var(new) for old, new in renamed.items()}
-    table: dict[Expr, Expr] = dict(final)
-    aux: list[Aux] = []
-    operands: list[Operand] = []
-    known: dict[tuple, str] = {}
-    counts: dict[str, int] = {}
-    for load in _loads(exprs):
-        value = puller.loads[load.name]
-        index = [puller.affine(a) for a in load.index]
-        operand = None
-        if all(a is not None for a in index):
-            operand = arrange(value, tuple(index), axes, puller.extents, keep_missing=False)
-        if operand is not None:
-            own = tuple(Var(renamed.get(n, n)) for n in operand.dims)
-        else:
-            operand = Operand(value, (), ("",) * len(load.index))
-            own = tuple(substitute(a, final) for a in load.index)
-        key = (operand.value, operand.steps)
-        if key not in known:
-            base = _AUX_NAMES[load.kind]
-            counts[base] = counts.get(base, 0) + 1
-            known[key] = base if counts[base] == 1 else f"{base}{counts[base]}"
-            aux.append(Aux(known[key], load.kind, len(own)))
-            operands.append(operand)
-        table[load] = Load(known[key], own, load.kind)
-    return aux, table, operands
-
-
-def _loads(exprs: list[Expr]) -> list[Load]:
-    """Distinct loads in the order in which the expressions read them."""
-    return list(dict.fromkeys(x for e in exprs for x in walk(e) if isinstance(x, Load)))
-

@@ -11,6 +11,9 @@ from typing import Sequence
 
 import torch
 
+from flashfx.expr import Expr, Load, Var, substitute, walk
+from flashfx.spec import Aux
+
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, number, product, quotient, same, size
 from .values import Value, ValueGraph
 from .views import step_through
@@ -132,3 +135,41 @@ def constant_factor(v: Value) -> float | None:
         return float(by) if v.name.startswith("mul") else 1.0 / by
     return None
 
+
+_AUX_NAMES = {"bool": "mask", "int": "ids", "float": "bias"}
+
+
+def captured(puller, exprs: list[Expr], batch: list[str], renamed: dict[str, str]):
+    """Name the captured tensors, arrange them so that their indices are plain axes, and give the substitution."""
+    axes = [*batch, "i", "j"]
+    final = {Var(old): Var(new) for old, new in renamed.items()}
+    table: dict[Expr, Expr] = dict(final)
+    aux: list[Aux] = []
+    operands: list[Operand] = []
+    known: dict[tuple, str] = {}
+    counts: dict[str, int] = {}
+    for load in _loads(exprs):
+        value = puller.loads[load.name]
+        index = [puller.affine(a) for a in load.index]
+        operand = None
+        if all(a is not None for a in index):
+            operand = arrange(value, tuple(index), axes, puller.extents, keep_missing=False)
+        if operand is not None:
+            own = tuple(Var(renamed.get(n, n)) for n in operand.dims)
+        else:
+            operand = Operand(value, (), ("",) * len(load.index))
+            own = tuple(substitute(a, final) for a in load.index)
+        key = (operand.value, operand.steps)
+        if key not in known:
+            base = _AUX_NAMES[load.kind]
+            counts[base] = counts.get(base, 0) + 1
+            known[key] = base if counts[base] == 1 else f"{base}{counts[base]}"
+            aux.append(Aux(known[key], load.kind, len(own)))
+            operands.append(operand)
+        table[load] = Load(known[key], own, load.kind)
+    return aux, table, operands
+
+
+def _loads(exprs: list[Expr]) -> list[Load]:
+    """Distinct loads in the order in which the expressions read them."""
+    return list(dict.fromkeys(x for e in exprs for x in walk(e) if isinstance(x, Load)))

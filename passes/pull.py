@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import sympy
 import torch
 
-from flashfx.expr import BOOL, FLOAT, INT, QK, TRUE, Call, Const, Expr, Load, Var, call, cast, conjunction, const, substitute
+from flashfx.expr import BOOL, FALSE, FLOAT, INT, QK, TRUE, Call, Const, Expr, Load, Var, call, cast, conjunction, const, substitute
 from flashfx.ops import BY_ATEN, OPS
 
 from .constants import closed_form, dim
@@ -117,6 +117,8 @@ class Puller:
         if within(inner, extent, self.extents):
             return TRUE, inner
         lo, hi = inner.bounds(self.extents) or (-1, extent)
+        if same(extent, 0) or at_least(lo, extent) or at_least(-1, hi):
+            return FALSE, Affine()
         inside = conjunction([*([] if at_least(lo, 0) else [call("ge", self.expr(a), self.size(start))]),
                               *([] if at_least(extent - 1, hi) else [call("lt", self.expr(a), self.size(start + extent))])])
         name = f"{self.expr(inner)} of {extent}"

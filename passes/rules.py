@@ -9,8 +9,8 @@ import torch
 
 from flashfx.expr import BOOL, FLOAT, INT, QK, TRUE, Call, Const, Expr, call, cast, const
 
-from .index import Affine, Index, broadcast, head_size, number, size
-from .scalars import cast_simplified, kind_of, narrowed, round_to
+from .index import Affine, Index, broadcast, head_size, number, same, size
+from .scalars import cast_simplified, kind_of, narrowed, replaced, round_to
 from .values import Value
 from .views import within
 
@@ -243,7 +243,11 @@ def _chosen(p: Puller, v: Value, inside: Expr, there: Callable[[], Expr | None],
     if isinstance(inside, Const):
         return there() if inside.value else elsewhere()
     a, b = there(), elsewhere()
-    return None if a is None or b is None else p.apply("where", [inside, a, b], v.dtype)
+    if a is None or b is None:
+        return None
+    for name, (index, start) in p.pieces.items():  # only loads need the clamp
+        a, b = (replaced(e, p.parts[name], p.expr(index + start * -1)) for e in (a, b))
+    return p.apply("where", [inside, a, b], v.dtype)
 
 
 def _slice_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
@@ -280,7 +284,7 @@ def _cat(p: Puller, v: Value, x: Index) -> Expr | None:
         there = lambda: p.pull(tensors[0], x[:d] + (at,) + x[d + 1:])
         return there() if len(tensors) == 1 else _chosen(p, v, inside, there, lambda: pick(tensors[1:], start + here))
 
-    e = pick(list(v.args[0]), 0)
+    e = pick([t for t in v.args[0] if not same(size(t.shape[d]), 0)], 0)
     return None if e is None or any(load.kind == FLOAT for load in e.loads) else e
 
 

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from flashfx.expr import BOOL, FLOAT, INT, Call, Const, Expr, call
+from flashfx.expr import BOOL, FALSE, FLOAT, INT, TRUE, Call, Const, Expr, call
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -51,11 +51,35 @@ def choice(e: Expr) -> tuple[Expr, Const, Const] | None:
     return None
 
 
+def _one_choice(c: Expr, a: Expr, b: Expr) -> Expr | None:
+    """before -> after: where(c, where(d, 0.0, K), where(e, 0.0, K)) -> where(c & d | ~c & e, 0.0, K)"""
+    parts = [(TRUE, x, x) if isinstance(x, Const) else choice(x) for x in (a, b)]
+    if None in parts or all(isinstance(x, Const) for x in (a, b)):
+        return None
+    first, second = parts[0][1], parts[0][2] if parts[0][1] != parts[0][2] else next((x for x in parts[1][1:] if x != parts[0][1]), None)
+    if second is None or any(x not in (first, second) for p in parts for x in p[1:]) or first.kind == BOOL:
+        return None
+    is_first = [TRUE if p[1] == p[2] == first else FALSE if p[1] == p[2] else p[0] if p[1] == first else call("not", p[0]) for p in parts]
+    return call("where", call("or", call("and", c, is_first[0]), call("and", call("not", c), is_first[1])), first, second)
+
+
+def replaced(e: Expr, old: Expr, new: Expr) -> Expr:
+    """`old` is `new` wherever no load is indexed by it."""
+    return new if e == old else call(e.op, *(replaced(a, old, new) for a in e.args)) if isinstance(e, Call) else e
+
+
 def simplified(op: str, *args: Expr) -> Expr:
     """`call`, with an op on one of two constants made a choice of two results.
 
     before -> after: (1.0 - to_float(c)) * C -> where(c, 0.0, C); to_bool(where(c, 0.0, 1.0)) -> ~c
     """
+    if op == "where" and args[1].kind == args[2].kind == BOOL:  # ranges of tiles are read off conjunctions and disjunctions
+        c, a, b = args
+        if b == TRUE:
+            return call("or", call("not", c), a)
+        return call("or", call("and", c, a), b if a == TRUE else call("and", call("not", c), b))
+    if op == "where" and (flat := _one_choice(*args)) is not None:
+        return flat
     open_ = [a for a in args if not isinstance(a, Const)]
     if len(open_) == 1 and op != "where" and (parts := choice(open_[0])) and not (op.startswith("to_") and parts[1].kind == BOOL):
         branch = [call(op, *(parts[k] if a is open_[0] else a for a in args)) for k in (1, 2)]

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from .emit import Emitter, follow_views
-from .find import Site
+from .find import Site, carries
 from .lift import Lifted
+from .rules import PRODUCTS
+from .softmax import softmax_of
 from .values import Refused, Value, ValueGraph
 from .weights import LogSum
 
@@ -178,7 +180,8 @@ def _descendants(vg: ValueGraph, sources: list[Value]) -> set[Value]:
 def sweep(gm: fx.GraphModule, vg: ValueGraph, needed: dict[Value, object], unread: set[fx.Node]) -> None:
     """Erase what the rewrite left without readers: emitted nodes, original nodes, and in-place changes that nobody sees.
 
-    unread: nodes without users before the rewrite; those are the model's own business unless they change a tensor in place.
+    unread: nodes without users before the rewrite; those are the model's own business unless they change a tensor in place, or hold scores or
+    weights (`attn_weights.view(…)`, handed to a caller who drops them).
     """
     for node in reversed(list(gm.graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
@@ -188,7 +191,8 @@ def sweep(gm: fx.GraphModule, vg: ValueGraph, needed: dict[Value, object], unrea
         if node in vg.changing:
             dead = not any(v in needed for v in owned)
         else:
-            dead = node not in unread and (node in vg.timeline or bool(owned))
+            read_only = bool(owned) and all(carries(v) or v.name in PRODUCTS or softmax_of(v) is not None for v in owned)
+            dead = (node not in unread or read_only) and (node in vg.timeline or bool(owned))
         if emitted or dead:
             gm.graph.erase_node(node)
 

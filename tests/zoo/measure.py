@@ -145,6 +145,16 @@ def compare(entry: Entry, attn: str = "eager", train: bool = False, dynamic: boo
     return backend, compiled, eager, exact, perturbed
 
 
+def shapes(entry: Entry, attn: str = "eager", train: bool = False, inner: str = "eager") -> Compiled:
+    """One compiled forward pass, for what the rewritten graphs hold."""
+    model, kwargs = entry.build(attn=attn, train=train, dropout=0.0)
+    torch._dynamo.reset()
+    backend = Compiled(inner)
+    with torch.set_grad_enabled(train):
+        torch.compile(model, backend=backend)(**kwargs)
+    return backend
+
+
 def dropped_out(entry: Entry, attn: str = "eager", dynamic: bool | None = None, inner: str = "eager"):
     """(backend, two runs with one seed) of a training step with dropout 0.1."""
     runs = []

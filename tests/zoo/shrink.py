@@ -1,8 +1,12 @@
-"""Tiny configurations: every config class of `transformers`, shrunk by the names of its fields."""
+"""Tiny configurations: every config class of `transformers`, shrunk by the names of its fields.
+
+The environment variable ZOO_LENGTH gives text another length than 24 tokens.
+"""
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import warnings
 from typing import Any
@@ -13,7 +17,8 @@ from transformers import CONFIG_MAPPING  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
-B, S, S_DEC = 2, 24, 12  # batch, sequence, decoder sequence (q_len != kv_len in cross attention)
+S = int(os.environ.get("ZOO_LENGTH", "24"))
+B, S_DEC = 2, S // 2  # batch, sequence, decoder sequence (q_len != kv_len in cross attention)
 HID, HEADS, HEAD_DIM, LAYERS, FFN, VOCAB = 64, 4, 16, 2, 96, 128
 
 # attribute name -> tiny value; applied only when the config class has the attribute
@@ -29,7 +34,7 @@ for _v, _names in (
          " dense_intermediate_size shared_intermediate_size expert_hidden_size"),
     (HEAD_DIM, "head_dim d_kv attention_head_size kv_channels"),
     (VOCAB, "vocab_size text_vocab_size decoder_vocab_size"),
-    (64, "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_encoder_position_embeddings"
+    (max(64, 2 * S), "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_encoder_position_embeddings"
         " max_decoder_position_embeddings original_max_position_embeddings_ max_seq_len seq_length"),
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
     (2, "num_experts_per_tok moe_topk_ moe_k_"),
