@@ -17,16 +17,13 @@ import torch
 
 from ..expr import FALSE, QK
 from ..reference import evaluate, index_grid
-from ..spec import BLOCK, AttentionSpec, EmptyRow
+from ..spec import BLOCK, MEAN_ROW, AttentionSpec, EmptyRow
 from . import captured
 from .blocks import kinds_of
 from .derivative import partial
 from .layout import empty_lse, empty_output
 from .philox import keep_mask
 from .schedules.blocks import EMPTY, FULL, PARTIAL
-
-MEAN_ROW = 2.0 ** 100
-"""Log-sum-exp at or above this marks a row that averages v; divided by it, it is the number of keys averaged."""
 
 TILE_ELEMENTS = 1 << 22
 """Scores per tile, over all batch indices: 16 MiB of float32, which stays in a large cache."""

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from .errors import SpecError
 from .expr import BOOL, FLOAT, INT, QK, TRUE, Expr, Load, cached_hash, parse as parse_expr
 
+MEAN_ROW = 2.0 ** 100
+"""Log-sum-exp at or above this marks a row that averages v; divided by it, it is the number of keys averaged."""
 HIDING_FILL = -6.0e4
 """Fills at or below this hide a key (float16's finfo.min is -65504); -1e4 and the like stay ordinary score terms."""
 

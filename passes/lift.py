@@ -288,8 +288,9 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         if not found:
             raise Refused(f"the {name} operand is no view with batch, position and head-size dims", site.out,
                           f"the {name} may depend on batch axes, its position and the head's channels")
-    served = [] if soft is None or column is not None or hiding or any(math.isfinite(f.value) for f in fills) else \
-        log_sums(soft, weights_at, vg, site.out.owner, {n: e for n, e in extents.items() if n in (*batch, "i", "j")})
+    served = [] if soft is None or column is not None or hiding else \
+        log_sums(soft, weights_at, vg, site.out.owner, {n: e for n, e in extents.items() if n in (*batch, "i", "j")},
+                 {f.value for f in fills if math.isfinite(f.value)})
     if grad and any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in score.loads):
         served = []  # no kernel yields the gradients of both
     score = normal_score(substitute(score, {QK: call("mul", QK, Const(fq * fk))}) if fq * fk != 1.0 else score, shiftable=column is None and not served)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from flashfx.spec import MEAN_ROW
+
 from .emit import Emitter, follow_views
 from .find import Site, carries
 from .lift import Lifted
@@ -20,6 +22,7 @@ from .softmax import softmax_of
 from .values import Refused, Value, ValueGraph
 from .weights import LogSum
 
+_aten = torch.ops.aten
 SEED_RANGE = 2 ** 62
 
 
@@ -101,6 +104,9 @@ class _Output:
     def log_sum(self, wanted: LogSum) -> fx.Node:
         """The op's log-sum-exp in the shape that the model reads."""
         lse = self.emit.call(operator.getitem, self.op, 1)
+        if wanted.fill is not None:  # a row that sees nothing: the constant, with the gradient of the mean that its weights are
+            rest = self.emit.call(_aten.sub.Tensor, lse, self.emit.call(_aten.detach.default, lse))
+            lse = self.emit.call(_aten.where.self, self.emit.call(_aten.ge.Scalar, lse, MEAN_ROW), self.emit.call(_aten.add.Scalar, rest, wanted.fill), lse)
         node = self.emit.result(lse, self.axes[:-1], [list(d) for d in wanted.dims], self.lifted.extents)
         return node if node.meta["example_value"].dtype == wanted.value.dtype else self.emit.method("to", node, wanted.value.dtype)
 

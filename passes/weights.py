@@ -94,15 +94,28 @@ def kept_keys(kept: list[Kept], puller: Puller) -> Expr:
 
 @dataclass(frozen=True)
 class LogSum:
-    """logsumexp of the site's scores, read elsewhere: `value`, whose dims are products of axes ([]: extent 1)."""
+    """logsumexp of the site's scores, read elsewhere: `value`, whose dims are products of axes ([]: extent 1).
+
+    fill    what it is in rows that a finite constant hides entirely, and the op marks
+    """
 
     value: Value
     dims: tuple[tuple[str, ...], ...]
+    fill: float | None = None
 
 
-def log_sums(soft: Softmax, at: Index, vg: ValueGraph, owner: fx.Node, extents: dict[str, Size]) -> list[LogSum]:
-    """What the op's own log-sum-exp can serve: read only behind the second product, in front of which the op will stand."""
+SWALLOWS = -1e30
+"""A fill at or below this is all that float32 keeps of a sum with it, and of a log-sum-exp over such sums."""
+
+
+def log_sums(soft: Softmax, at: Index, vg: ValueGraph, owner: fx.Node, extents: dict[str, Size], fills: set[float]) -> list[LogSum]:
+    """What the op's own log-sum-exp can serve: read only behind the second product, in front of which the op will stand.
+
+    fills: the finite constants that hide scores.
+    """
     found = []
+    if len(fills) > 1 or fills and max(fills) > SWALLOWS:
+        return []
     for v in vg.users()[soft.scores]:
         if v.name != "logsumexp.default" or [d % len(soft.scores.shape) for d in v.args[1]] != [soft.dim] or v in vg.superseded:
             continue
@@ -116,7 +129,7 @@ def log_sums(soft: Softmax, at: Index, vg: ValueGraph, owner: fx.Node, extents: 
         if v.argument(2, "keepdim", False):
             dims.insert(soft.dim, [])
         if sorted(n for d in dims for n in d) == sorted(n for n in extents if n not in ("j", "d", "e")):
-            found.append(LogSum(v, tuple(map(tuple, dims))))
+            found.append(LogSum(v, tuple(map(tuple, dims)), *fills))
     return found
 
 
