@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Callable
 import torch
 
 from flashfx.expr import BOOL, FLOAT, INT, QK, TRUE, Call, Const, Expr, call, cast, const
+from flashfx.spec import HIDING_FILL
 
 from .index import Affine, Index, broadcast, head_size, number, same, size
 from .scalars import cast_simplified, kind_of, narrowed, replaced, round_to
@@ -79,15 +80,20 @@ def _div_mode(p, v, x):
 
 def _clamp(p, v, x):
     e = p.operand(v.args[0], x)
-    for op, bound in (("maximum", v.argument(1, "min")), ("minimum", v.argument(2, "max"))):
-        if bound is not None:
-            e = p.apply(op, [e, p.operand(bound, x)], v.dtype)
+    for op, beyond, bound in (("maximum", "lt", v.argument(1, "min")), ("minimum", "gt", v.argument(2, "max"))):
+        if bound is None:
+            continue
+        b = p.operand(bound, x)
+        if QK in e.leaves and isinstance(b, Const) and abs(b.value) < -HIDING_FILL:  # the whole gradient at the ends, where maximum has half
+            e = p.apply("where", [call(beyond, e, b), b, e], v.dtype)
+        else:
+            e = p.apply(op, [e, b], v.dtype)
     return e
 
 
 def _hardtanh(p, v, x):
-    low, high = Const(float(v.argument(1, "min_val", -1.0))), Const(float(v.argument(2, "max_val", 1.0)))
-    return p.apply("minimum", [p.apply("maximum", [p.operand(v.args[0], x), low], v.dtype), high], v.dtype)
+    e, low, high = p.operand(v.args[0], x), Const(float(v.argument(1, "min_val", -1.0))), Const(float(v.argument(2, "max_val", 1.0)))
+    return call("where", call("le", e, low), low, call("where", call("ge", e, high), high, e))  # no gradient at the ends
 
 
 def _nan_to_num(p: Puller, v: Value, x: Index) -> Expr | None:
@@ -130,15 +136,17 @@ def _leaky_relu(p: Puller, v: Value, x: Index) -> Expr:
 
 def _elu(p: Puller, v: Value, x: Index) -> Expr | None:
     e = p.operand(v.args[0], x)
-    below = call("sub", call("exp", call("minimum", e, Const(0.0))), Const(1.0))  # no overflow in the branch that is not taken
-    return call("where", call("gt", e, Const(0.0)), e, call("mul", below, Const(float(v.argument(1, "alpha", 1.0))))) if len(v.args) <= 2 else None
+    above = call("gt", e, Const(0.0))
+    below = call("sub", call("exp", call("where", above, Const(0.0), e)), Const(1.0))  # no overflow in the branch that is not taken
+    return call("where", above, e, call("mul", below, Const(float(v.argument(1, "alpha", 1.0))))) if len(v.args) <= 2 else None
 
 
 def _softplus(p: Puller, v: Value, x: Index) -> Expr:
     e, beta, most = p.operand(v.args[0], x), float(v.argument(1, "beta", 1.0)), float(v.argument(2, "threshold", 20.0))
     scaled = call("mul", e, Const(beta))
-    soft = call("truediv", call("log1p", call("exp", call("minimum", scaled, Const(most)))), Const(beta))
-    return call("where", call("gt", scaled, Const(most)), e, soft)
+    above = call("gt", scaled, Const(most))
+    soft = call("truediv", call("log1p", call("exp", call("where", above, Const(most), scaled))), Const(beta))
+    return call("where", above, e, soft)
 
 
 def _gelu(p: Puller, v: Value, x: Index) -> Expr:
@@ -243,11 +251,17 @@ def _chosen(p: Puller, v: Value, inside: Expr, there: Callable[[], Expr | None],
     if isinstance(inside, Const):
         return there() if inside.value else elsewhere()
     a, b = there(), elsewhere()
-    if a is None or b is None:
-        return None
-    for name, (index, start) in p.pieces.items():  # only loads need the clamp
-        a, b = (replaced(e, p.parts[name], p.expr(index + start * -1)) for e in (a, b))
-    return p.apply("where", [inside, a, b], v.dtype)
+    return None if a is None or b is None else p.apply("where", [inside, a, b], v.dtype)
+
+
+def _in_piece(p: Puller, source: Value, at: Index) -> Expr:
+    """An element of a piece, read where the index is known to be in it: only loads need the clamp."""
+    e = p.pull(source, at)
+    for name in (a.single for a in at):
+        if name in p.pieces:
+            index, start = p.pieces[name]
+            e = replaced(e, p.parts[name], p.expr(index + start * -1))
+    return e
 
 
 def _slice_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
@@ -260,7 +274,7 @@ def _slice_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
         return None
     start = size(max(start + v.shape[d], 0)) if start < 0 else start
     inside, at = p.piece(x[d], start, size(source.shape[d]))
-    return _chosen(p, v, inside, lambda: p.pull(source, x[:d] + (at,) + x[d + 1:]), lambda: p.pull(base, x))
+    return _chosen(p, v, inside, lambda: _in_piece(p, source, x[:d] + (at,) + x[d + 1:]), lambda: p.pull(base, x))
 
 
 def _select_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
@@ -281,7 +295,7 @@ def _cat(p: Puller, v: Value, x: Index) -> Expr | None:
     def pick(tensors, start) -> Expr | None:
         here = size(tensors[0].shape[d])
         inside, at = p.piece(x[d], start, here)
-        there = lambda: p.pull(tensors[0], x[:d] + (at,) + x[d + 1:])
+        there = lambda: _in_piece(p, tensors[0], x[:d] + (at,) + x[d + 1:])
         return there() if len(tensors) == 1 else _chosen(p, v, inside, there, lambda: pick(tensors[1:], start + here))
 
     e = pick([t for t in v.args[0] if not same(size(t.shape[d]), 0)], 0)
@@ -297,7 +311,7 @@ def _pad(p: Puller, v: Value, x: Index) -> Expr | None:
         here, at[d] = p.piece(x[d], widths[2 * n], size(source.shape[d]))
         inside = call("and", inside, here)
     fill = cast(const(v.argument(2, "value", 0)), kind_of(v.dtype))
-    return _chosen(p, v, inside, lambda: p.pull(source, tuple(at)), lambda: fill)
+    return _chosen(p, v, inside, lambda: _in_piece(p, source, tuple(at)), lambda: fill)
 
 
 RULES = {
@@ -312,7 +326,7 @@ RULES = {
     "clamp.default": _clamp, "clamp_min.default": _clamp,
     "pow.Tensor_Scalar": _pow, "square.default": _unary(lambda e: call("mul", e, e)),
     "nan_to_num.default": _nan_to_num, "leaky_relu.default": _leaky_relu, "elu.default": _elu, "softplus.default": _softplus, "gelu.default": _gelu, "hardtanh.default": _hardtanh,
-    "relu.default": _unary(lambda e: call("maximum", e, Const(0.0))),
+    "relu.default": _unary(lambda e: call("where", call("gt", e, Const(0.0)), e, Const(0.0))),
     "silu.default": _unary(lambda e: call("mul", e, call("sigmoid", e))),
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "cat.default": _cat, "constant_pad_nd.default": _pad,
     "tril.default": _triangle("tril"), "triu.default": _triangle("triu"),
