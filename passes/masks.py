@@ -82,6 +82,8 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         for term in (a, b):
             if QK not in term.score.leaves and any(f.value > hiding_sum(dtype) for f in term.fills):
                 return whole
+        if _told_apart(a.fills, b.score, dtype) or _told_apart(b.fills, a.score, dtype):
+            return whole
         if a.fills or b.fills:
             score, other = (a.score, b.score) if QK in a.score.leaves or QK not in b.score.leaves else (b.score, a.score)
             least = torch.finfo(dtype).min
@@ -91,6 +93,8 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         return whole
     if e.op == "sub":
         a = peel(e.args[0], dtypes)
+        if _told_apart(a.fills, e.args[1], dtypes.get(e, torch.float32)):
+            return whole
         fills = tuple(f if f.added else replace(f, outside=(*f.outside, e.args[1])) for f in a.fills)
         return Masked(call("sub", a.score, e.args[1]), fills) if fills else whole
     if e.op in ("mul", "truediv"):
@@ -123,6 +127,11 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
             half = call("where", call("or", fills[0].visible, fills[1].visible), half, Const(0.0))
         return Masked(call("where", clamped.visible, inner.score, half), (clamped,))
     return whole
+
+
+def _told_apart(fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> bool:
+    """Does a term added after scores were replaced by a finite constant still tell the hidden keys of a row apart?"""
+    return "j" in term.variables and any(not f.added and math.isfinite(f.value) and f.value > hiding_sum(dtype) for f in fills)
 
 
 def unpeeled(e: Expr) -> Expr | None:

@@ -166,6 +166,8 @@ CASES = {
     "empty rows, below a cap": (lambda q, k, v, m: torch.tanh((q @ k.mT).masked_fill(~m, -1e30)).softmax(-1) @ v, lambda: (*qkv(), empty_rows()), ONE),
     # terms of the score
     "slopes": (lambda q, k, v, s: (q @ k.mT - s.view(H, 1, 1) * (rows() - columns()).abs()).softmax(-1) @ v, lambda: (*qkv(), rand(H)), ONE),
+    "a bias after a fill it shows through": (lambda q, k, v, m: ((q @ k.mT).masked_fill(~m, -1e5) - (rows() - columns()).abs()).softmax(-1) @ v,
+                                             lambda: (*qkv(), torch.arange(M * N).view(M, N) >= 2 * N), ONE),
     "table of distances": (lambda q, k, v, t: (q @ k.mT + t[(rows() - columns()).clamp(-3, 3)].permute(2, 0, 1)).softmax(-1) @ v,
                            lambda: (*qkv(), rand(7, H)), ONE),
     "relative positions": (lambda q, k, v, r: (q @ r.mT + q @ k.mT).softmax(-1) @ v, lambda: (*qkv(), rand(H, N, D)), ONE),
