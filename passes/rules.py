@@ -286,6 +286,17 @@ def _select_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
     return _chosen(p, v, inside, lambda: p.pull(v.args[1], x[:d] + x[d + 1:]), lambda: p.pull(v.args[0], x))
 
 
+def _index_put(p: Puller, v: Value, x: Index) -> Expr | None:
+    """Written by `t[mask] = number` with a Boolean mask over some dims."""
+    base, picks, value = v.args[:3]
+    given = [d for d, t in enumerate(picks) if t is not None]
+    if len(given) != 1 or picks[given[0]].dtype != torch.bool or v.argument(3, "accumulate", False) or any(not same(size(s), 1) for s in value.shape):
+        return None
+    mask = picks[given[0]]
+    at = x[given[0]: given[0] + len(mask.shape)]
+    return p.apply("where", [cast(p.pull(mask, at), BOOL), p.pull(value, (Affine(),) * len(value.shape)), p.pull(base, x)], v.dtype)
+
+
 def _cat(p: Puller, v: Value, x: Index) -> Expr | None:
     """Tensors side by side; what is computed by products, or reads float tensors, stays one tensor."""
     d = v.argument(1, "dim", 0) % len(v.shape)
@@ -328,7 +339,8 @@ RULES = {
     "nan_to_num.default": _nan_to_num, "leaky_relu.default": _leaky_relu, "elu.default": _elu, "softplus.default": _softplus, "gelu.default": _gelu, "hardtanh.default": _hardtanh,
     "relu.default": _unary(lambda e: call("where", call("gt", e, Const(0.0)), e, Const(0.0))),
     "silu.default": _unary(lambda e: call("mul", e, call("sigmoid", e))),
-    "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "cat.default": _cat, "constant_pad_nd.default": _pad,
+    "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "index_put.default": _index_put,
+    "cat.default": _cat, "constant_pad_nd.default": _pad,
     "tril.default": _triangle("tril"), "triu.default": _triangle("triu"),
     "index.Tensor": _index, "index_select.default": _index_select,
     **{name: _product for name in PRODUCTS},

@@ -171,6 +171,14 @@ def clamp_of_the_models_own(q, k, v, pad):
     return scores(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
 
 
+@row(qkv(lambda: keep(B, N)), reads=1)
+def scores_set_where_a_mask_says(q, k, v, pad):
+    s = scores(q, k)
+    s[~pad[:, None, None].expand(B, H, N, N)] = -math.inf
+    s[:, :, ~causal()] = -math.inf
+    return s.softmax(-1) @ v
+
+
 @row(qkv(m=N + 5))
 def added_mask_in_two_parts(q, k, v):
     added = torch.cat([torch.zeros(N, 5), torch.full((N, N), -math.inf).triu(1)], -1)
