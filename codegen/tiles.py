@@ -1,7 +1,6 @@
 """How a mask cuts the score matrix into tiles that are skipped, full or partial; the kernels cut by the same arithmetic."""
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Mapping, Sequence
 
@@ -51,10 +50,27 @@ def classify(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, si
     Without `tensors`, conditions on captured tensors count as unknown. Costs O(tiles of rows), never O(M * N).
     """
     extents = tuple(sizes[: len(spec.axes)]) or (1,) * len(spec.axes)
-    tensors, missing = dict(tensors or {}), {load.name for load in spec.visible.loads} - set(tensors or {})
-    visible = _optimistic(spec.visible, missing)
     if 0 in (*extents, M, N):
         return TileCounts(0, 0, 0)
+    ends = tile_bounds(spec, BLOCK_M, M, N, sizes, tensors)
+    full = partial = 0
+    tiles = lambda a, b: max(0, -(-(b - a) // BLOCK_N))
+    for row in ends:
+        start, full_start, full_stop, stop = cut(*row, BLOCK_N)
+        full += tiles(full_start, full_stop)
+        partial += tiles(start, full_start) + tiles(full_stop, stop)
+    exact = {load.name for load in spec.visible.loads} <= set(tensors or {})
+    return TileCounts(len(ends) * -(-N // BLOCK_N) - full - partial, full, partial, exact)
+
+
+def tile_bounds(spec: AttentionSpec, BLOCK_M: int, M: int, N: int, sizes: Sequence[int] = (), tensors: Mapping[str, torch.Tensor] | None = None,
+                first: bool = False) -> list[tuple[int, int, int, int]]:
+    """(lo, hi, full_lo, full_hi) of each row of tiles, of all batch indices in turn or of the first alone. Arguments as `classify`."""
+    extents = tuple(sizes[: len(spec.axes)]) or (1,) * len(spec.axes)
+    if first:
+        extents = (1,) * len(spec.axes)
+    tensors, missing = dict(tensors or {}), {load.name for load in spec.visible.loads} - set(tensors or {})
+    visible = _optimistic(spec.visible, missing)
     env = {"M": M, "N": N, **dict(zip(spec.sizes, sizes[len(spec.axes):]))}
     rank = len(extents) + 1
     for d, (name, extent) in enumerate(zip(spec.axes, extents)):
@@ -64,15 +80,8 @@ def classify(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, si
     tensors = {name: t.cpu() for name, t in tensors.items()}
     shape = (*extents, len(env["i0"]))
     found = bounds(visible, "j")
-    ends = [evaluate(e, env, tensors, None, torch.float64).expand(shape).flatten().tolist()
-            for e in (found.lo, found.hi, found.full_lo, found.full_hi)]
-    full = partial = 0
-    tiles = lambda a, b: max(0, -(-(b - a) // BLOCK_N))
-    for row in zip(*ends):
-        start, full_start, full_stop, stop = cut(*row, BLOCK_N)
-        full += tiles(full_start, full_stop)
-        partial += tiles(start, full_start) + tiles(full_stop, stop)
-    return TileCounts(math.prod(shape) * -(-N // BLOCK_N) - full - partial, full, partial, exact=not missing)
+    return list(zip(*(evaluate(e, env, tensors, None, torch.float64).expand(shape).flatten().tolist()
+                      for e in (found.lo, found.hi, found.full_lo, found.full_hi))))
 
 
 def _optimistic(visible: Expr, missing: set[str]) -> Expr:

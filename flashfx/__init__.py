@@ -14,7 +14,8 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _WHERE = {
-    "AttentionSpec": "spec", "EmptyRow": "spec", "Refusal": "region", "Region": "region", "explain": "report", "Report": "report",
+    "AttentionSpec": "spec", "EmptyRow": "spec", "Refusal": "region", "Region": "region", "explain": "capture", "Report": "report", "SiteReport": "report",
+    "verify": "verification", "Verification": "verification",
     "sac_save_ops": "op", "FlashFXError": "errors", "OptionError": "errors", "PlanError": "errors", "SpecError": "errors",
     "VerifyError": "errors",
 }

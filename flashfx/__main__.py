@@ -6,12 +6,12 @@ import sys
 
 def main() -> None:
     try:
-        from .commands import app
+        from .commands import run
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"python -m flashfx needs {error.name}: pip install 'flashfx[report]'")
-    app(prog_name="python -m flashfx")
+    run()
 
 
 if __name__ == "__main__":

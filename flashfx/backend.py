@@ -100,15 +100,15 @@ def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patc
     return compile_fx(gm, example_inputs, config_patches=patches), regions
 
 
-def _no_kernel(spec, problem, device: torch.device) -> str | None:
-    """Why the generated kernels cannot run a site on its device; the tiled PyTorch schedule runs everything elsewhere."""
+def _no_kernel(spec, problem, device: torch.device, card=None) -> str | None:
+    """Why the generated kernels cannot run a site on its device, as `card` if that is given; the tiled PyTorch schedule runs everything elsewhere."""
     if device.type != "cuda":
         return None
-    if torch.version.hip:
+    if torch.version.hip and card is None:
         return "the generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's"
     from .codegen.gpu import current
     from .codegen.plan import why_not
-    return why_not(spec, problem, current(device))
+    return why_not(spec, problem, card or current(device))
 
 
 def _summarise(spec, problem) -> bool:
@@ -116,16 +116,19 @@ def _summarise(spec, problem) -> bool:
     return pays(spec, problem)
 
 
-def rewrite_graph(gm: fx.GraphModule, options: Options) -> list[Region]:
-    """Rewrite `gm` in place under `options`; dumps and verifies if asked to."""
+def rewrite_graph(gm: fx.GraphModule, options: Options, card=None) -> list[Region]:
+    """Rewrite `gm` in place under `options`; dumps and verifies if asked to. card: the GPU to rewrite for, wherever the tensors are. Raises VerifyError."""
     from torch._functorch import config as functorch_config
     from .passes.pipeline import rewrite
     from . import op
     before = gm.print_readable(print_output=False) if options.dump else ""
-    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, why_not=_no_kernel,
-                      summarise=_summarise)
-    fused = sum(r.fused for r in regions)
+    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, summarise=_summarise,
+                      why_not=functools.partial(_no_kernel, card=card), device=None if card is None else torch.device("cuda"))
+    if options.verify:
+        from .verification import raise_if_wrong
+        raise_if_wrong(regions)
     if regions:
+        fused = sum(r.fused for r in regions)
         log.info("%d attention sites, %d fused, %d left alone", len(regions), fused, len(regions) - fused)
     if options.dump:
         from .dump import dump

@@ -1,6 +1,7 @@
-"""Commands of `python -m flashfx`. Exit codes: 0 done, 1 something is missing or failed, 2 wrong arguments."""
+"""Commands of `python -m flashfx`. Exit codes: 0 done, 1 something is missing or failed, 2 wrong arguments. Errors are one line on stderr."""
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import torch
@@ -8,9 +9,25 @@ import typer
 
 from .bench.command import app as bench
 from .codegen.gpu import BY_NAME, current
+from .errors import FlashFXError
+from .explaining import explain
+from .kernels_command import app as kernels
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="FlashFX finds attention in any model and runs it in generated tiled kernels.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+                  help="FlashFX finds attention in any model and runs it in generated tiled kernels.\n\n"
+                       "Exit codes: 0 done, 1 something is missing or failed, 2 wrong arguments.")
+app.command()(explain)
+app.add_typer(kernels, name="kernels")
 app.add_typer(bench, name="bench")
+
+
+def run() -> None:
+    """The command line; what went wrong on purpose is one line, with the way out."""
+    try:
+        app(prog_name="python -m flashfx")
+    except FlashFXError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 @app.command()

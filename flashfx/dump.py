@@ -29,7 +29,7 @@ def dump(folder: Path, before: str, gm: fx.GraphModule, regions: list[Region], p
         except FileExistsError:
             continue
     gpu = current()
-    report = Report(tuple(SiteReport(r, gpu, True) for r in regions), 1, gpu, torch.cuda.is_available())
+    report = Report(tuple(SiteReport(r, gpu, True) for r in regions), 1, gpu, torch.cuda.is_available(), True)
     (target / "before.py").write_text(before)
     (target / "after.py").write_text(gm.print_readable(print_output=False))
     (target / "report.txt").write_text(f"{report}\n")

@@ -47,13 +47,70 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """One line of the user's stack, innermost last: where a node of the graph comes from."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}: {self.code}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a site's graph, as it is drawn.
+
+    op      what is called: "matmul", "softmax", or "input" for what the drawing does not look behind
+    result  dtype and shape, "bfloat16[1, 12, 1024, 64]"; "" if it is no tensor
+    inputs  names of the nodes that it reads, of those drawn
+    role    "q", "k", "v", the name of a captured tensor, "scores", "softmax", "dropout", "output", "mask" (conditions and indices),
+            "new" (put there by the rewrite), or ""
+    frame   the user's line, or None
+    """
+
+    name: str
+    op: str
+    result: str
+    inputs: tuple[str, ...]
+    role: str = ""
+    frame: Frame | None = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What verification found at one site, for one tensor ("out", or "gradient of q").
+
+    dtype   the arithmetic of both sides: the model's, or "float64"
+    error   largest difference between rewritten and original (in float64: to the original; in the model's dtype: to the original in float64)
+    allowed the largest error that passes: rounding in float64, twice the original's own error in the model's dtype
+    """
+
+    what: str
+    dtype: str
+    error: float
+    allowed: float
+
+    @property
+    def good(self) -> bool:
+        return self.error <= self.allowed
+
+
+@dataclass(frozen=True)
 class Region:
     """One attention site on its way through the stages; later fields are filled by later stages.
 
     site    name of the node that computes the output (the second product, or the SDPA call)
     source  the user's source line
+    stack   the user's stack at that node
+    reached what the match understood, step by step, up to where it stopped
+    before  the site in the graph as it was, drawn from its operands on; `after` what stands there now (empty if it was left alone)
     spec    from lift
     problem from check
+    device  type of the device it was checked for
+    checked from verify, if that was asked for; `unchecked` says why it is empty then
     """
 
     site: str
@@ -65,6 +122,13 @@ class Region:
     sink: str = ""
     problem: Problem | None = None
     refusal: Refusal | None = None
+    stack: tuple[Frame, ...] = ()
+    reached: tuple[str, ...] = ()
+    before: tuple[Node, ...] = ()
+    after: tuple[Node, ...] = ()
+    device: str = ""
+    checked: tuple[Checked, ...] = ()
+    unchecked: str = ""
 
     @property
     def fused(self) -> bool:

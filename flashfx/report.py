@@ -1,14 +1,12 @@
-"""`explain`: what would be rewritten in a model, why, and why not. Prints the same record that the stages pass on."""
+"""`Report`: what would be rewritten in a model, why, and why not. Shows the record that the stages pass on: as text, JSON, in a terminal, as a page."""
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
+import hashlib
 import json
 from pathlib import Path
-from typing import Any, Callable, Iterator
-
-import torch
+from typing import Any, Iterator
 
 from .errors import FlashFXError, PlanError
 from .region import Refusal, Region
@@ -76,6 +74,38 @@ class SiteReport:
             return count(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes), {})
         return classify(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes))
 
+    def picture(self):
+        """The mask as a grid of tiles: `flashfx.codegen.picture.Picture`."""
+        from .codegen.picture import picture
+        return picture(self.spec, self.region.problem, self.plan)
+
+    def facts(self, direction: str = "forward") -> dict[str, Any]:
+        """One direction's plan as plain data: tiles, why, what else was on the ladder, bytes before and after and the least there can be, and
+        the least seconds by resource, the largest of which binds. Raises PlanError if no tile fits."""
+        from .codegen import choices
+        plan, moved, p = self.plan if direction == "forward" else self.backward_plan, self.traffic(direction), self.region.problem
+        own = dataclasses.asdict(dataclasses.replace(plan, rows=None, dense=None)) | {"gpu": plan.gpu.name}
+        return {"plan": own, "text": str(plan), "choices": [dataclasses.asdict(c) for c in choices.choices(self.spec, p, plan)],
+                "bytes": {"before": moved.before, "after": moved.after, "least": min(choices.compulsory(self.spec, p, direction), moved.after)},
+                "seconds": choices.floors(p, plan, self.tiles(), moved.after)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole record of the site and all that is derived from it, as JSON has it; `kernel` is a key of the report's "kernels"."""
+        record = {f.name: getattr(self.region, f.name) for f in dataclasses.fields(self.region) if f.name not in ("spec", "problem", "refusal")}
+        row = {name: _plain(value) for name, value in record.items()} | {"fused": self.fused, "spec": str(self.spec) if self.spec else None}
+        row |= {"problem": _plain(self.region.problem), "refusal": _plain(self.refusal)}
+        if self.fused:
+            try:
+                row |= {direction: self.facts(direction) for direction in self.directions}
+                row |= {"tiles": dataclasses.asdict(self.tiles()), "kernel": hashlib.sha256(self.kernel.encode()).hexdigest()[:20]}
+            except PlanError as error:
+                row["no_plan"] = str(error)
+        return row
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return ("forward", "backward") if self.training else ("forward",)
+
     def _at_run_time(self) -> str:
         """What a mask that only the data decides does to the tiles."""
         if self.plan.listed and self.spec.is_data_masked:
@@ -83,8 +113,10 @@ class SiteReport:
         return "; too short for a list of what the data hide" if self.spec.is_data_masked else ""
 
     def lines(self) -> list[str]:
+        """What the text report says of the site, without its name and source."""
         if not self.fused:
-            return str(self.refusal).splitlines()
+            understood = [f"{'matched' if n == 0 else '':<8}{step}" for n, step in enumerate(self.region.reached)]
+            return [*str(self.refusal).splitlines(), *understood]
         out = str(self.spec).splitlines()
         if self.region.sink:
             out.append(f"sink    out * sigmoid(lse - sink), sink is {self.region.sink}")
@@ -111,13 +143,46 @@ class SiteReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class Group:
+    """Sites that differ in nothing but their place: their numbers in the report, and one of them."""
+
+    numbers: tuple[int, ...]
+    site: SiteReport
+
+    @property
+    def label(self) -> str:
+        """[3], [0..11], [0, 2..10] for a constant step, else every number."""
+        n = self.numbers
+        steps = {b - a for a, b in zip(n, n[1:])}
+        if len(n) > 2 and len(steps) == 1:
+            return f"[{n[0]}..{n[-1]}]" if steps == {1} else f"[{n[0]}, {n[1]}..{n[-1]}]"
+        return f"[{', '.join(map(str, n))}]"
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
-    """What `explain` found: a sequence of `SiteReport`, printed with equal neighbours gathered."""
+    """What `explain` found: a sequence of `SiteReport`. `print(report)` is plain text, with equal sites gathered; `report.show()` and notebooks
+    are rich; `to_html` writes a page, `to_json` the whole record.
+
+    sites     in the order of the graphs
+    graphs    how many graphs Dynamo made of the call
+    gpu       the row of `flashfx.codegen.gpu.GPUS` that plans are for
+    here      is that this machine's, or was it asked for?
+    training  would gradients flow?
+    about     what was explained, and `command` the command line that did, if one did
+    """
 
     sites: tuple[SiteReport, ...]
     graphs: int
     gpu: Any
     here: bool
+    training: bool = False
+    about: str = ""
+    command: str = ""
+
+    def titled(self, about: str, command: str = "") -> Report:
+        """The same report, saying what it is of."""
+        return dataclasses.replace(self, about=about, command=command)
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -130,80 +195,104 @@ class Report:
 
     @property
     def fused(self) -> int:
+        """How many sites are rewritten."""
         return sum(s.fused for s in self.sites)
 
-    def to_json(self) -> str:
-        """The record as JSON: one object per site."""
-        rows = []
-        for s in self.sites:
-            row: dict[str, Any] = {"site": s.region.site, "source": s.region.source, "graph": s.region.graph, "fused": s.fused}
-            if s.fused:
-                row |= {"spec": str(s.spec), "problem": dataclasses.asdict(s.region.problem)}
-            else:
-                row["refusal"] = dataclasses.asdict(s.refusal)
-            rows.append(row)
-        return json.dumps({"graphs": self.graphs, "gpu": self.gpu.name, "sites": rows}, indent=2)
+    def groups(self) -> list[Group]:
+        """Sites that differ in nothing but their place, gathered, in the order of their first ones."""
+        table: dict[tuple, tuple[list[int], SiteReport]] = {}
+        for number, site in enumerate(self.sites):
+            r = site.region
+            why = () if r.refusal is None else (r.refusal.stage, r.refusal.reason.split(" (")[0], r.refusal.source, r.refusal.hint)
+            key = (r.source, r.called, r.spec, r.problem, r.captured if r.fused else (), r.sink, why, r.unchecked)
+            table.setdefault(key, ([], site))[0].append(number)
+        return [Group(tuple(numbers), site) for numbers, site in table.values()]
 
-    def __str__(self) -> str:
+    def totals(self) -> dict[str, float]:
+        """Over all fused sites with a plan, of one forward (and, in training, backward): bytes to and from device memory before and after, and
+        the seconds that the difference takes at the card's bandwidth."""
+        before = after = 0
+        for group in self.groups():
+            for direction in group.site.directions if group.site.fused else ():
+                try:
+                    moved = group.site.traffic(direction)
+                except PlanError:
+                    continue
+                before += moved.before * len(group.numbers)
+                after += moved.after * len(group.numbers)
+        return {"before": before, "after": after, "seconds": (before - after) / self.gpu.bandwidth}
+
+    def to_json(self) -> str:
+        """All there is to know, as JSON: "sites" (`SiteReport.as_dict`), "groups" of equal ones, "kernels" (generated sources by key), "totals"."""
+        import torch
+        from . import __version__
+        groups = self.groups()
+        rows = {group: group.site.as_dict() for group in groups}
+        sites: list[dict] = [{}] * len(self.sites)
+        for group, shared in rows.items():
+            for n in group.numbers:
+                r = self.sites[n].region
+                own = {name: _plain(getattr(r, name)) for name in ("site", "graph", "stack", "reached", "before", "after", "checked", "refusal")}
+                sites[n] = shared | own
+        kernels = {row["kernel"]: group.site.kernel for group, row in rows.items() if "kernel" in row}
+        return json.dumps({"flashfx": __version__, "torch": torch.__version__, "graphs": self.graphs, "about": self.about, "gpu": self.gpu.name, "training": self.training,
+                           "fused": self.fused, "totals": self.totals(), "groups": [g.numbers for g in groups], "sites": sites, "kernels": kernels}, indent=2)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One HTML page that opens offline, written to `path` if that is given. Needs pygments: pip install 'flashfx[report]'."""
+        from .page import page
+        text = page(self)
+        if path is not None:
+            path = Path(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the summary and the sites, without graphs and sources."""
+        from .page import notebook
+        return notebook(self)
+
+    def __rich__(self):
+        from .terminal import rendered
+        return rendered(self)
+
+    def show(self) -> None:
+        """Print it: with colours in a terminal if `rich` is installed, plain otherwise."""
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError:
+            print(self)
+            return
+        console = Console()
+        console.print(self) if console.is_terminal else print(self)
+
+    @property
+    def head(self) -> str:
+        """The first line: how many sites, how many fused."""
         total, alone = len(self.sites), len(self.sites) - self.fused
         graphs = f" in {self.graphs} graphs" if self.graphs != 1 else ""
-        head = f"flashfx: {total} attention site{'s' * (total != 1)}{graphs}, {self.fused} fused, {alone} left alone"
-        if not self.here:
-            head += f"\nplans are for the {self.gpu.name}; without a GPU the tiled PyTorch schedule runs"
-        groups: list[tuple[list[int], SiteReport, list[str]]] = []
-        for number, site in enumerate(self.sites):
-            lines = [x for x in ([f"at {site.region.source}"] if site.region.source and site.fused else [])] + site.lines()
-            key = [x.split(" [node ")[0] for x in lines]
-            if groups and groups[-1][2] == key:
-                groups[-1][0].append(number)
-            else:
-                groups.append(([number], site, key))
-        parts = [head]
-        for numbers, site, _ in groups:
-            label = f"[{numbers[0]}]" if len(numbers) == 1 else f"[{numbers[0]}..{numbers[-1]}]"
+        return f"flashfx: {total} attention site{'s' * (total != 1)}{graphs}, {self.fused} fused, {alone} left alone"
+
+    @property
+    def note(self) -> str:
+        """What plans are for, if that is not plain; else ""."""
+        return "" if self.here else f"plans are for the {self.gpu.name}; without a GPU the tiled PyTorch schedule runs"
+
+    def __str__(self) -> str:
+        parts = ["\n".join(filter(None, [self.head, self.note]))]
+        for group in self.groups():
+            site = group.site
             source = [f"  at {site.region.source}"] if site.fused and site.region.source else []
-            parts.append("\n".join([f"{label} {'fused' if site.fused else 'left alone'}: {site.region.site}", *source,
+            parts.append("\n".join([f"{group.label} {'fused' if site.fused else 'left alone'}: {site.region.site}", *source,
                                     *("  " + line for line in site.lines())]))
         return "\n\n".join(parts)
 
     __repr__ = __str__
 
 
-def unwrapped(fn: Callable) -> Callable:
-    """The model or function behind `torch.compile`."""
-    fn = getattr(fn, "_orig_mod", fn)
-    return getattr(fn, "_torchdynamo_orig_callable", fn)
-
-
-def explain(fn: Callable, *args, gpu: str | None = None, **kwargs) -> Report:
-    """Capture `fn(*args, **kwargs)` (a module or function, compiled or not), rewrite a copy of its graphs, and report.
-
-    The call runs once, as it is, so that graphs behind a graph break are seen too. gpu: name of a row of
-    `flashfx.codegen.gpu.GPUS` to plan for, e.g. "A100"; by default this machine's GPU, or the H100 where there is none.
-    Raises FlashFXError if `gpu` is unknown.
-    """
-    from .codegen.gpu import BY_NAME, current
-    from .options import Options
-    from .backend import rewrite_graph
-    if gpu is not None and gpu not in BY_NAME:
-        raise FlashFXError(f"unknown GPU {gpu!r}; known: {', '.join(BY_NAME)}")
-    regions: list[Region] = []
-    graphs = 0
-    training = False
-
-    def capture(gm, example_inputs):
-        nonlocal graphs, training
-        graphs += 1
-        examples = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
-        training |= torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in examples)
-        regions.extend(rewrite_graph(copy.deepcopy(gm), Options()))
-        return gm.forward
-
-    target = unwrapped(fn)
-    random_state = torch.random.get_rng_state()
-    try:
-        torch.compile(target, backend=capture)(*args, **kwargs)
-    finally:
-        torch.random.set_rng_state(random_state)
-    card = BY_NAME[gpu] if gpu is not None else current()
-    return Report(tuple(SiteReport(r, card, training) for r in regions), graphs, card, gpu is not None or torch.cuda.is_available())
+def _plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, tuples as lists."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.asdict(value)
+    return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value

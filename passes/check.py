@@ -15,25 +15,26 @@ GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_DTYPES = (*GPU_DTYPES, torch.float64)
 
 
-def check(site: Site, lifted: Lifted, shape_env, dropout_allowed: bool = True) -> Problem:
-    """The problem's shape for planning. Raises `Refused`."""
+def check(site: Site, lifted: Lifted, shape_env, dropout_allowed: bool = True, device: torch.device | None = None) -> Problem:
+    """The problem's shape for planning on `device`, the operands' own unless given. Raises `Refused`."""
     q, k, v = (operands[0].value.fake for operands in (lifted.q, lifted.k, lifted.v))
     out = site.out
     if len({t.device for t in (q, k, v)}) != 1:
         raise Refused(f"q, k and v live on {q.device}, {k.device} and {v.device}", out, "move them to one device")
-    allowed = GPU_DTYPES if q.device.type == "cuda" else CPU_DTYPES
+    kind = (device or q.device).type
+    allowed = GPU_DTYPES if kind == "cuda" else CPU_DTYPES
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dtype not in allowed:
             raise Refused(f"{name} is {str(t.dtype).removeprefix('torch.')}", out,
-                          f"supported on {q.device.type}: {', '.join(str(d).removeprefix('torch.') for d in allowed)}")
+                          f"supported on {kind}: {', '.join(str(d).removeprefix('torch.') for d in allowed)}")
     if q.dtype != k.dtype:
         raise Refused(f"q is {q.dtype} and k is {k.dtype}".replace("torch.", ""), out, "cast them to one dtype")
-    if q.device.type not in ("cpu", "cuda"):
-        raise Refused(f"device type {q.device.type} has no schedule", out, "supported: cuda, cpu")
+    if kind not in ("cpu", "cuda"):
+        raise Refused(f"device type {kind} has no schedule", out, "supported: cuda, cpu")
     extents = lifted.extents
     sizes = {n: extents[n] for n in ("i", "j", "d", "e")}
     for n, what in (("d", "query/key head size"), ("e", "value head size")):
-        if q.device.type == "cuda" and sizes[n] > MAX_HEAD:
+        if kind == "cuda" and sizes[n] > MAX_HEAD:
             raise Refused(f"the {what} is {sizes[n]}, the kernels take at most {MAX_HEAD}", out)
     spec = lifted.spec
     for axis, own in zip(spec.axes, lifted.dims):

@@ -107,12 +107,15 @@ def _frame_of(site: Site, parted: bool = False, leaves: frozenset[Value] = froze
     return frame
 
 
-def lift(site: Site, vg: ValueGraph) -> Lifted:
-    """Raises `Refused`."""
+def lift(site: Site, vg: ValueGraph, reached: list[str] | None = None) -> Lifted:
+    """Raises `Refused`. `reached` gets what was understood on the way, a sentence for each step."""
     frame, why = _frame_of(site), None
+    understood = [] if reached is None else reached
+    before = len(understood)
     for _ in range(16):
+        del understood[before:]
         try:
-            return (_lift_call if site.weights is None else _lift_products)(site, vg, frame)
+            return (_lift_call if site.weights is None else _lift_products)(site, vg, frame, understood)
         except _OtherProduct as other:
             why = why or other.why
             if other.value in frame.leaves or len(frame.leaves) == 4:
@@ -134,12 +137,12 @@ def lift(site: Site, vg: ValueGraph) -> Lifted:
             frame = _frame_of(site, frame.parted, frame.leaves)
         except NotAffine as error:
             raise Refused(str(error), site.out, "give views the numbers of heads and channels, not sizes of other dims") from None
-    raise Refused("the batch axes split without end", site.out)
+    raise Refused("the batch axes split without end", site.out, "please report this with the model and the log")
 
 
 # ---------------------------------------------------------------------------------------------------- the two kinds of site
 
-def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
+def _lift_products(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]) -> Lifted:
     out, side = site.out, site.side
     left, right = (out.args[p] for p in PRODUCTS[out.name])
     if out.name in ("baddbmm.default", "addmm.default") and not is_zero(out.kwargs.get("beta", 1)):
@@ -152,6 +155,7 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
     weights_at = broadcast((*batch, i, j) if side == 0 else (*batch, j, i), [size(s) for s in weights.shape])
     values_at = broadcast((*batch, j, e) if side == 0 else (*batch, e, j), [size(s) for s in values.shape])
     at, dropped, kept, cleaned = walk_weights(weights, weights_at, site.weights, extents, out.grad)
+    reached.append(f"the second product reads the softmax through views and casts{' and one dropout' if dropped else ''} only")
     soft = softmax_of(site.weights)
     scores, dim = soft.scores, soft.dim
     over = at[dim]
@@ -173,13 +177,14 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
                       "weights that are cut or mixed with other axes after the softmax are not supported")
     if sink is not None:
         at = tuple(Affine.axis("j") if d == dim else a for d, a in enumerate(at))
+    reached.append(f"the softmax normalises over the {n} keys that the second product sums over")
     puller = Puller(extents, vg.constants, grad=out.grad, held=Held(vg, out.owner), parted=frame.parted, leaves=frame.leaves)
     if out.grad and site.weights.stops_gradient:
         raise gradient_ends(site.weights)
     score = puller.pull(scores, at)
     safe = site.weights.name == "_safe_softmax.default"
     column = None if sink is None else (column, tuple(Affine() if d == dim else a for d, a in enumerate(at)))
-    lifted = _finish(site, vg, frame, puller, score, None, safe, values, values_at, dropped, column, kept, at, cleaned)
+    lifted = _finish(site, vg, frame, puller, reached, score, None, safe, values, values_at, dropped, column, kept, at, cleaned)
     lifted.out_dims = [*frame.dims, frame.rows, ["e"]] if side == 0 else [*frame.dims, ["e"], frame.rows]
     return lifted
 
@@ -188,7 +193,7 @@ def is_zero(x) -> bool:
     return isinstance(x, (int, float)) and x == 0
 
 
-def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
+def _lift_call(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]) -> Lifted:
     call_ = site.out
     q, k, v, mask, p, causal, scale, gqa = call_.args
     extents = {**frame.extents, "j": size(k.shape[-2]), "d": head_size(q.shape[-1]), "e": head_size(v.shape[-1])}
@@ -200,7 +205,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
             return batch
         group = quotient(size(q.shape[-3]), size(t.shape[-3]))
         if group is None:
-            raise Refused("enable_gqa with query heads that are no multiple of the key heads", call_)
+            raise Refused("enable_gqa with query heads that are no multiple of the key heads", call_, "keep the numbers of heads static")
         last = frame.dims[-1]
         if not same(extents[last[-1]], group):
             raise SplitAxis(last[-1], group)
@@ -220,7 +225,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
             visible = call("and", visible, cast(m, "bool"))
         else:
             score = puller.apply("add", [score, m], q.dtype)
-    lifted = _finish(site, vg, frame, puller, score, visible, True, v, at(v, heads(v), j, e),
+    lifted = _finish(site, vg, frame, puller, reached, score, visible, True, v, at(v, heads(v), j, e),
                      Dropped(call_, p) if number(p) else None)
     lifted.out_dims = [*frame.dims, ["i"], ["e"]]
     return lifted
@@ -228,7 +233,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame) -> Lifted:
 
 # ---------------------------------------------------------------------------------------------------- common part
 
-def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=(), cleaned=False) -> Lifted:
+def _finish(site, vg, frame, puller, reached, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=(), cleaned=False) -> Lifted:
     product, grad = puller.product, site.out.grad
     if product is None and puller.splits:
         raise puller.splits.get("i", puller.splits.get("j"))  # rows may fold other axes; lift refuses what it cannot unfold
@@ -247,6 +252,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         raise Refused("the scores do not depend on the matrix product", site.weights or site.out,
                       "the softmax is a constant that can be computed once")
 
+    reached.append(f"the scores are computed element by element from the first product qk: {_shortened(score, frame, puller)}")
     masked = peel(score, puller.dtypes)
     score = masked.score
     if any(QK in f.visible.leaves for f in masked.fills):
@@ -280,6 +286,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
             raise Refused(f"the attention weights are changed by {kept[0].of.name.partition('.')[0]} before the second product: masked, and not "
                           "normalised again", kept[0].of, "mask the scores instead, before the softmax, or divide the masked weights by their sum")
         empty, over = EmptyRow.ZERO, TRUE  # only rows that are hidden entirely had weights to lose
+    reached.append("nothing is masked" if shown == TRUE else f"the mask is a condition over indices and captured tensors: {_shortened(shown, frame, puller)}")
     extents, batch = puller.extents, frame.batch
     q, fq = trace_back(*query, [*batch, "i", "d"], extents, vg, grad, scale=True)
     k, fk = trace_back(*key, [*batch, "j", "d"], extents, vg, grad, scale=True)
@@ -288,6 +295,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         if not found:
             raise Refused(f"the {name} operand is no view with batch, position and head-size dims", site.out,
                           f"the {name} may depend on batch axes, its position and the head's channels")
+    reached.append("q, k and v are views with batch, position and head-size dims")
     served = [] if soft is None or column is not None or hiding else \
         log_sums(soft, weights_at, vg, site.out.owner, {n: e for n, e in extents.items() if n in (*batch, "i", "j")},
                  {f.value for f in fills if math.isfinite(f.value)})
@@ -311,7 +319,7 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
 
     renamed = {old: new for old, new in zip(batch, BATCH_NAMES)}
     if len(batch) > len(BATCH_NAMES):
-        raise Refused(f"{len(batch)} batch axes, at most {len(BATCH_NAMES)} are supported", site.out)
+        raise Refused(f"{len(batch)} batch axes, at most {len(BATCH_NAMES)} are supported", site.out, "fold some of them together")
     aux, table, operands = captured(puller, [score, shown, over], batch, renamed)
     score, shown, over = (substitute(e, table) for e in (score, shown, over))
     used = {n for e in (score, shown, over) for n in e.variables}
@@ -325,6 +333,14 @@ def _finish(site, vg, frame, puller, score, visible, safe, values, values_at, dr
         empty_row=empty, empty_over=over, dropout=float(p), aux=tuple(aux), sizes=tuple(name for _, name in sizes))
     random = None if dropped is None else (dropped.value, dropped.order({n: extents[n] for n in (*batch, "i", "j")}))
     return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink, served)
+
+
+def _shortened(e: Expr, frame: _Frame, puller: Puller) -> str:
+    """For people: axes by the names that the spec will give them, captured tensors by their nodes'."""
+    table: dict[Expr, Expr] = {Var(old): Var(new) for old, new in zip(frame.batch, BATCH_NAMES)}
+    named = lambda v: v.owner.name if v.owner is not None else "constant"
+    table |= {x: Load(named(puller.loads[x.name]), tuple(substitute(i, table) for i in x.index), x.kind) for x in e.loads}
+    return text if len(text := str(substitute(e, table))) <= 160 else f"{text[:157]}..."
 
 
 def _empty_rows_known(site: Site, vg: ValueGraph, soft: Softmax | None, finite: bool) -> None:

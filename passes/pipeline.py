@@ -3,16 +3,16 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
-from flashfx.errors import VerifyError
-from flashfx.region import Problem, Refusal, Region
+from flashfx.region import Node, Problem, Refusal, Region
 
 from .algebra import rearrange
 from .check import check
+from .draw import after, before
 from .find import DROPOUTS, Site, find
 from .index import same, size
 from .lift import Lifted, lift
@@ -20,7 +20,7 @@ from .normalise import normalise
 from .operands import Operand
 from .softmax import is_rounding
 from .splice import splice, still_read, sweep
-from .values import Refused, Value, ValueGraph, source_line
+from .values import Refused, Value, ValueGraph, source_line, stack_of
 from .verify import verify as validate
 from .views import VIEWS
 
@@ -76,10 +76,26 @@ def _refused(stage: str, site: Site, error: Exception) -> Refusal:
     return _refusal(stage, site, error)
 
 
+@dataclass
+class _Record:
+    """What the stages leave behind for one site, on the way to its Region."""
+
+    reached: list[str] = field(default_factory=list)
+    lifted: Lifted | None = None
+    problem: Problem | None = None
+    refusal: Refusal | None = None
+    before: tuple[Node, ...] = ()
+    after: tuple[Node, ...] = ()
+    checked: tuple = ()
+    unchecked: str = ""
+
+
 def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, why_not=None, summarise=None,
-            label: str = "graph") -> list[Region]:
+            device: torch.device | None = None, label: str = "graph") -> list[Region]:
     """Rewrite `gm` (a Dynamo graph) in place, bodies of higher-order ops included. Returns one Region per site.
 
+    verify compares each rewritten site with its original; what it finds is in `Region.checked`.
+    device is where the graph will run, the operands' own unless given.
     why_not(spec, problem, device) says why no kernel can run a site there, or None; without it every site counts as runnable.
     summarise(spec, problem) says whether the mask is worth a run-time summary; without it none is.
     """
@@ -88,16 +104,23 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         body = getattr(gm, node.target, None) if node.op == "get_attr" and isinstance(node.target, str) else None
         if isinstance(body, fx.GraphModule):
             regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, why_not=why_not, summarise=summarise,
-                               label=f"{label}/{node.target}")
+                               device=device, label=f"{label}/{node.target}")
     vg = _readable(gm)
     sites = find(vg) if vg is not None else []
     if not sites:
         return regions
-    refusals: dict[Site, Refusal] = {}
-    found, problems = _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not)
+    records = {site: _Record() for site in sites}
+    found = _lift_all(records, vg, dropout_allowed, why_not, device)
+    for site, record in records.items():
+        record.before = before(site, record.lifted, vg)
     unread = {n for n in gm.graph.nodes if not n.users}
-    listed = {site for site in found if summarise is not None and summarise(found[site].spec, problems[site])}
-    replaced = _splice_all(gm, vg, found, refusals, listed)
+    listed = {site for site in found if summarise is not None and summarise(found[site].spec, records[site].problem)}
+    replaced = _splice_all(gm, vg, found, records, listed)
+    for site in found:
+        pairs = replaced[site.out.owner]
+        records[site].after = after(next(iter(pairs.values())), vg) if pairs else ()
+        if verify:
+            _verify(site, records[site], vg, pairs)
     for owner in dict.fromkeys(site.out.owner for site in found):
         for old, new in replaced[owner].items():
             _same_kind(old, new)
@@ -105,10 +128,20 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     sweep(gm, vg, still_read(vg, _cut(found)), unread)
     gm.graph.lint()
     gm.recompile()
-    own = [_region(site, label, found.get(site), problems.get(site), refusals.get(site)) for site in sites]
+    own = [_region(site, label, record, device) for site, record in records.items()]
     for r in own:
         log.info("%s: %s", r.site, r.spec if r.fused else r.refusal)
     return regions + own
+
+
+def _verify(site: Site, record: _Record, vg: ValueGraph, pairs: dict[fx.Node, fx.Node]) -> None:
+    try:
+        record.checked, record.unchecked = validate(site, record.lifted, vg, pairs)
+    except Exception as error:  # an op that runs in no float64, say: a fault of the check, not of the rewrite
+        log.debug("%s: verification failed", site.out.owner.name, exc_info=error)
+        record.unchecked = f"not verified: the original cannot be run again ({type(error).__name__}: {error})"
+    if record.unchecked:
+        log.warning("%s: %s", site.out.owner.name, record.unchecked)
 
 
 def _readable(gm: fx.GraphModule) -> ValueGraph | None:
@@ -123,36 +156,34 @@ def _readable(gm: fx.GraphModule) -> ValueGraph | None:
     return vg
 
 
-def _lift_all(sites, vg, refusals, dropout_allowed, verify, why_not) -> tuple[dict[Site, Lifted], dict[Site, Problem]]:
-    """lift, check, plan and verify each site; what may be spliced, and why the others may not."""
+def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: bool, why_not, device) -> dict[Site, Lifted]:
+    """lift, check and plan each site; what may be spliced. Records say why the others may not."""
     found: dict[Site, Lifted] = {}
-    problems: dict[Site, Problem] = {}
     planned: dict[tuple, str | None] = {}
-    for site in sites:
+    for site, record in records.items():
         stage = "lift"
+        record.reached.append("a scaled_dot_product_attention call" if site.weights is None else "a softmax between two matrix products")
         try:
-            lifted = lift(site, vg)
+            lifted = lift(site, vg, record.reached)
             stage = "check"
-            problem = check(site, lifted, vg.shape_env, dropout_allowed)
+            problem = check(site, lifted, vg.shape_env, dropout_allowed, device)
+            record.reached.append("sizes, dtypes and device are ones that the kernels take")
             stage = "plan"
-            key = (lifted.spec, problem, site.out.fake.device)  # repeated layers are planned once
+            key = (lifted.spec, problem, device or site.out.fake.device)  # repeated layers are planned once
             if why_not is not None and key not in planned:
                 planned[key] = why_not(*key)
             if (reason := planned.get(key)) is not None:
                 raise Refused(reason, site.out, "use another dtype or head size, or run this model without FlashFX on this device")
-            stage = "verify"
-            if verify and (skipped := validate(site, lifted, vg)) is not None:
-                log.warning("%s: %s", site.out.owner.name, skipped)
-            found[site], problems[site] = lifted, problem
-        except VerifyError:
-            raise
+            record.reached.append("tiles fit the device")
+            found[site] = record.lifted = lifted
+            record.problem = problem
         except Exception as error:
-            refusals[site] = _refused(stage, site, error)
-    _drop(found, refusals, "check", vg)
-    return found, problems
+            record.refusal = _refused(stage, site, error)
+    _drop(found, records, "check", vg)
+    return found
 
 
-def _splice_all(gm, vg, found: dict[Site, Lifted], refusals, listed: set[Site]) -> dict[fx.Node, dict[fx.Node, fx.Node]]:
+def _splice_all(gm, vg, found: dict[Site, Lifted], records: dict[Site, _Record], listed: set[Site]) -> dict[fx.Node, dict[fx.Node, fx.Node]]:
     """Emit the op of each site, node by node. Nothing reads it yet, so that a site may still be refused."""
     seeds: dict = {}
     summaries: dict = {}
@@ -163,19 +194,21 @@ def _splice_all(gm, vg, found: dict[Site, Lifted], refusals, listed: set[Site]) 
             replaced[owner] = splice(gm, vg, group, seeds, {site: summaries for site in group if site in listed})
         except Exception as error:
             for site in group:
-                refusals[site] = _refused("splice", site, error)
+                records[site].refusal = _refused("splice", site, error)
                 del found[site]
-    _drop(found, refusals, "splice", vg)
+    _drop(found, records, "splice", vg)
     return replaced
 
 
-def _region(site: Site, label: str, lifted: Lifted | None, problem: Problem | None, refusal: Refusal | None) -> Region:
-    owner = site.out.owner
-    region = Region(owner.name, source_line(owner), label, called=site.weights is None, refusal=refusal)
+def _region(site: Site, label: str, record: _Record, device: torch.device | None) -> Region:
+    owner, lifted = site.out.owner, record.lifted
+    region = Region(owner.name, source_line(owner), label, called=site.weights is None, refusal=record.refusal, stack=stack_of(owner),
+                    reached=tuple(record.reached), before=record.before, device=(device or site.out.fake.device).type)
     if lifted is None:
         return region
-    return replace(region, spec=lifted.spec, captured=tuple(map(_described, lifted.aux)), problem=problem,
-                   sink=_described(lifted.sink[0]) if lifted.sink else "")
+    return replace(region, spec=lifted.spec, captured=tuple(map(_described, lifted.aux)), problem=record.problem,
+                   sink=_described(lifted.sink[0]) if lifted.sink else "", after=record.after if record.refusal is None else (),
+                   checked=record.checked, unchecked=record.unchecked)
 
 
 def _same_kind(old: fx.Node, new: fx.Node) -> None:
@@ -186,12 +219,11 @@ def _same_kind(old: fx.Node, new: fx.Node) -> None:
             f"{old} is {a.dtype} {tuple(a.shape)}, its replacement {new} {b.dtype} {tuple(b.shape)}"
 
 
-def _drop(found: dict[Site, Lifted], refusals: dict[Site, Refusal], stage: str, vg: ValueGraph) -> None:
+def _drop(found: dict[Site, Lifted], records: dict[Site, _Record], stage: str, vg: ValueGraph) -> None:
     """Refuse sites until what is left reads nobody's weights but its own."""
     while refused := _used_elsewhere(vg, found):
         for site, why in refused.items():
             # once spliced, the sites of one node stand or fall together
             for s in [s for s in found if s is site or stage == "splice" and s.out.owner is site.out.owner]:
-                refusals[s] = _refusal(stage, s, why)
+                records[s].refusal = _refusal(stage, s, why)
                 del found[s]
-

@@ -1,150 +1,196 @@
-"""Translation validation: one site's original calls against `spec.reference()`, both in float64 on sampled data.
+"""Translation validation: what stands in the rewritten graph against what stood there, site by site, outputs and gradients.
 
-The original is what stands between the operands and the output in the value graph, run call by call; the data includes
-batches whose boolean masks are all false, and scores large enough for exp to underflow.
+Both sides run on the same sampled data, in float64 and in the model's dtype (`flashfx.passes.rerun`): the original calls from the operands
+to the output, and the nodes that the rewrite put there, the op and so the kernels included. The data have batches whose boolean masks are
+all false, and scores large enough for exp to underflow. Dropout is left out on both sides: they draw different random numbers.
 """
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
-from typing import Callable
 
 import torch
+from torch import fx
 
-from flashfx.errors import VerifyError
-from flashfx.compat import size_hint
-from flashfx.reference import log_sum_exp, reference
-from flashfx.spec import HIDING_FILL
+from flashfx.reference import log_sum_exp
+from flashfx.region import Checked
 
 from .find import Site
 from .lift import Lifted
-from .normalise import DROPOUT, SDPA
 from .operands import Operand
-from .values import Value, ValueGraph, source_line
+from .rerun import Rerun
+from .values import Value, ValueGraph, upstream
 
 LARGEST = 2 ** 25
 """Scores per site up to which verification runs; float64 attention beyond would take minutes."""
+TRIALS = ((1.0, False), (1.0, True), (60.0, False))
+"""(scale of the floats, is the first batch of every boolean mask false?)"""
 
 
-def verify(site: Site, lifted: Lifted, vg: ValueGraph) -> str | None:
-    """None if the site computes what its spec says; a sentence if it was too large to check. Raises VerifyError."""
-    number = lambda s: int(s) if isinstance(s, int) else size_hint(vg.shape_env, s.node.expr if isinstance(s, torch.SymInt) else s)
-    extents = {name: number(s) for name, s in lifted.extents.items()}
+def verify(site: Site, lifted: Lifted, vg: ValueGraph, replaced: dict[fx.Node, fx.Node]) -> tuple[tuple[Checked, ...], str]:
+    """(what was compared, why it was not). `replaced` are the pairs of old and new nodes of the site's Dynamo node."""
+    first = Rerun(vg, {}, None, double=True, rounded=False, leaves=[])
+    extents = {name: first.number(s) for name, s in lifted.extents.items()}
     scores = math.prod(extents[n] for n in lifted.dims) * extents["i"] * extents["j"]
     if scores > LARGEST:
-        return f"not verified: {scores} scores, more than {LARGEST}"
+        return (), f"not verified: {scores} scores, more than {LARGEST}"
     operands = [lifted.q[0], lifted.k[0], lifted.v[0], *lifted.aux, *(lifted.sink or [])[:1]]
-    spec = replace(lifted.spec, dropout=0.0)
-    sizes = [*(extents[n] for n in lifted.dims), *(number(s) for s in lifted.sizes)]
-    for trial, scale in enumerate((1.0, 1.0, 60.0)):
-        overflows: list[Value] = []
-        generator = torch.Generator().manual_seed(trial)
-        data = {o.value: _sample(o.value, number, generator, scale, hide=trial == 1) for o in operands}
-        expected = _run(site.out, dict(data), vg, number, generator, overflows)
-        if overflows:  # exp without a shift, say: then what the model yields says nothing about the rewrite
+    pairs = [(vg.timeline[old][0][1], new) for old, new in replaced.items()]
+    step = vg.steps[site.out.owner]
+    sources = _sources([new for _, new in pairs], vg, step)
+    leaves = [v for v in sources if v.dtype.is_floating_point and v.reaches_parameters(through_stops=False)]
+    names = {v: v.owner.name for v in leaves}
+    for v, read in itertools.groupby(sorted(zip((o.value for o in operands), ["q", "k", "v", *(a.name for a in lifted.spec.aux), "the sink"]),
+                                            key=lambda x: x[0].number), key=lambda x: x[0]):
+        names[v] = " and ".join(name for _, name in read)
+    found: list[Checked] = []
+
+    def compare(what, dtype, ours, theirs, exact, allowed):
+        found.append(Checked(what, dtype, _error(ours, exact), allowed))
+
+    with torch.enable_grad() if site.out.grad and leaves else torch.no_grad():
+        for trial, (scale, hide) in enumerate(TRIALS):
+            sample = _Sampler(first, trial, {o.value for o in operands}, scale, hide)
+            data = {v: sample(v) for v in sources}
+            runs = lambda **how: Rerun(vg, data, sample, leaves=leaves if torch.is_grad_enabled() and trial < 2 else [], **how)
+            double = runs(double=True, rounded=False)
+            expected = [double.value(v) for v, _ in pairs]
+            if double.overflows:  # exp without a shift, say: then what the model yields says nothing about the rewrite
+                continue
+            ours = [double.node(n, step) for _, n in pairs]
+            if trial == 2 and lifted.spec.is_masked:  # scores as large as this show through a mask's constant where all keys are hidden
+                empty = _empty_rows(lifted, operands, double, extents)
+                pairs_ = [(a.masked_fill(e, 0.0), b.masked_fill(e, 0.0)) if (e := _fitting(empty, lifted, v, site)) is not None else (a, b)
+                          for a, b, (v, _) in zip(ours, expected, pairs)]
+                ours, expected = [a for a, _ in pairs_], [b for _, b in pairs_]
+            for n, (a, b) in enumerate(zip(ours, expected)):
+                compare("out" if n == 0 else f"result {n}", "float64", a, b, b, 1e-9 * max(1.0, _largest(b)))
+            for name, a, b in _gradients(double, ours, expected, names):
+                compare(f"gradient of {name}", "float64", a, b, b, 1e-8 * max(1.0, _largest(b)))
+            if trial == 0 and site.out.dtype != torch.float64:
+                found += _in_model_dtype(site, runs, pairs, step, names)
+    return _worst(found), ""
+
+
+def _in_model_dtype(site, runs, pairs, step, names) -> list[Checked]:
+    """As the model computes, where it does, against the original in float64 on the same rounded data: at most twice the original's own error and rounding."""
+    dtype, found = str(site.out.dtype).removeprefix("torch."), []
+    exact, low = runs(double=True, rounded=True), runs(double=False, rounded=True)
+    outs, theirs, ours = [exact.value(v) for v, _ in pairs], [low.value(v) for v, _ in pairs], [low.node(n, step) for _, n in pairs]
+    rows = [("out" if n == 0 else f"result {n}", a, t, e) for n, (a, t, e) in enumerate(zip(ours, theirs, outs))]
+    of_exact = {name: e for name, _, e in _gradients(exact, outs, outs, names)}
+    rows += [(f"gradient of {name}", a, t, of_exact[name]) for name, a, t in _gradients(low, ours, theirs, names) if name in of_exact]
+    scale = max([_largest(e) for what, *_, e in rows if what.startswith("gradient")], default=0.0)
+    for what, a, t, e in rows:
+        band = 8 * torch.finfo(site.out.dtype).eps * max(_largest(e), scale if what.startswith("gradient") else 0.0)
+        own = _error(t, e)
+        if own < math.inf:  # the original overflows: no measure
+            found.append(Checked(what, dtype, _error(a, e), 2 * own + band))
+    return found
+
+
+def _sources(emitted: list[fx.Node], vg: ValueGraph, step: int) -> list[Value]:
+    """The values that the emitted nodes read, without those that are computed from others of them."""
+    read, seen, todo = [], set(), list(emitted)
+    while todo:
+        n = todo.pop()
+        if n in seen:
             continue
-        views = [_view(data[o.value], o, number) for o in operands]
-        aux, sink = views[3: 3 + len(lifted.aux)], views[3 + len(lifted.aux):]
-        got = reference(spec, *views[:3], aux, sizes)
-        if sink:
-            got = got * torch.sigmoid(log_sum_exp(spec, *views[:2], aux, sizes) - sink[0]).unsqueeze(-1)
-        if trial == 2 and spec.is_masked:  # scores as large as this show through a mask's constant where all keys are hidden
-            empty = log_sum_exp(spec, *views[:2], aux, sizes).isneginf().unsqueeze(-1).expand(got.shape)
-            got = got.masked_fill(empty, 0.0)
-            expected = expected.masked_fill(_shape_out(empty, lifted, expected.shape), 0.0)
-        got = _shape_out(got, lifted, expected.shape)
-        worst = _difference(got, expected)
-        if not worst <= 1e-9 * max(1.0, _magnitude(expected)):
-            where = source_line(site.out.owner)
-            raise VerifyError(f"site {site.out.owner.name}{' at ' + where if where else ''} differs from its original by {worst:.3g} "
-                              f"(float64, trial {trial}); lifted as\n{lifted.spec}\nPlease report this; options={{'disable': True}} avoids it.")
-    return None
+        seen.add(n)
+        if n not in vg.steps:
+            todo.extend(n.all_input_nodes)
+        elif (held := vg.held(n, step)) is not None and held not in vg.constants:
+            read.append(held)
+    read = list(dict.fromkeys(read))
+    return [v for v in read if not any(x in read for x in upstream(v) if x is not v)]
 
 
-def _sample(v: Value, number: Callable, g: torch.Generator, scale: float, hide: bool) -> torch.Tensor:
-    shape = [number(s) for s in v.shape]
-    if v.dtype == torch.bool or not v.dtype.is_floating_point:
-        data = torch.rand(shape, generator=g) < 0.7
-        if hide and shape:
-            data[0] = False
-        return data.to(v.dtype)
-    return torch.randn(shape, generator=g, dtype=torch.float64) * scale
+class _Sampler:
+    """value -> float64 (or integer, boolean) data on the CPU, the same whenever it is asked for."""
+
+    def __init__(self, sizes: Rerun, trial: int, scaled: set[Value], scale: float, hide: bool):
+        self.sizes, self.trial, self.scaled, self.scale, self.hide = sizes, trial, scaled, scale, hide
+        self.known: dict[Value, torch.Tensor] = {}
+
+    def __call__(self, v: Value) -> torch.Tensor:
+        if v not in self.known:
+            g = torch.Generator().manual_seed(self.trial * 1_000_003 + v.number)
+            shape = [self.sizes.number(s) for s in v.shape]
+            if v.dtype.is_floating_point:
+                scale = self.scale if v in self.scaled else max(1, *shape[-1:]) ** -0.5  # weights in front of q, k and v must not blow them up
+                self.known[v] = torch.randn(shape, generator=g, dtype=torch.float64) * scale
+            else:
+                data = torch.rand(shape, generator=g) < 0.7
+                if self.hide and shape:
+                    data[0] = False
+                self.known[v] = data.to(v.dtype)
+        return self.known[v]
 
 
-def _view(t: torch.Tensor, o: Operand, number: Callable) -> torch.Tensor:
+def _gradients(run: Rerun, ours: list[torch.Tensor], theirs: list[torch.Tensor], names: dict[Value, str]):
+    """(name, ours, theirs) for each leaf; nothing where an output is not finite: eager's NaN rows poison every gradient, ours pass none on."""
+    floats = [(a, b) for a, b in zip(ours, theirs) if b.is_floating_point() and b.requires_grad]
+    if not floats or not run.leaves or not all(b.isfinite().all() for _, b in floats):
+        return
+    leaves = list(run.leaves.values())
+    seeds = [torch.randn(b.shape, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(b) for n, (_, b) in enumerate(floats)]
+    take = lambda outs: torch.autograd.grad([o for o in outs if o.requires_grad], leaves, [s for s, o in zip(seeds, outs) if o.requires_grad],
+                                            allow_unused=True, retain_graph=True)
+    none = [None] * len(leaves)
+    first, second = (take(side) if any(o.requires_grad for o in side) else none for side in zip(*floats))
+    for v, a, b in zip(run.leaves, first, second):
+        zero = torch.zeros_like(run.leaves[v])
+        yield names[v], zero if a is None else a, zero if b is None else b
+
+
+def _empty_rows(lifted: Lifted, operands: list[Operand], run: Rerun, extents: dict[str, int]) -> torch.Tensor:
+    views = [_view(run.value(o.value).detach(), o, run) for o in operands]
+    sizes = [*(extents[n] for n in lifted.dims), *(run.number(s) for s in lifted.sizes)]
+    lse = log_sum_exp(lifted.spec, *views[:2], views[3: 3 + len(lifted.aux)], sizes)
+    return lse.isneginf().unsqueeze(-1).expand(*lse.shape, extents["e"])
+
+
+def _view(t: torch.Tensor, o: Operand, run: Rerun) -> torch.Tensor:
     for name, *args in o.steps:
-        args = [tuple(number(a) for a in arg) if isinstance(arg, tuple) else number(arg) for arg in args]
+        args = [tuple(run.number(a) for a in arg) if isinstance(arg, tuple) else run.number(arg) for arg in args]
         t = getattr(t, name)(*args)
     return t
 
 
-def _shape_out(out: torch.Tensor, lifted: Lifted, shape) -> torch.Tensor:
+def _fitting(rows: torch.Tensor, lifted: Lifted, v: Value, site: Site) -> torch.Tensor | None:
+    """`rows` (one dim per axis) as the site's output is laid out, for views that keep its number of elements in order; None for others."""
+    from .emit import follow_views
+    dims = follow_views(v, site.out, lifted.out_dims, lifted.extents)
+    if dims is None:
+        return None
     axes = [*lifted.dims, "i", "e"]
-    flat = [n for group in lifted.out_dims for n in group]
-    return out.permute([axes.index(n) for n in flat]).reshape(shape)
+    flat = [n for group in dims for n in group]
+    missing = [n for n in axes if n not in flat]
+    rows = rows.permute([axes.index(n) for n in (*missing, *flat)]).reshape([rows.shape[axes.index(n)] for n in flat])
+    out, at = [], 0
+    for group in dims:
+        out.append(math.prod(rows.shape[at: at + len(group)]))
+        at += len(group)
+    return rows.reshape(out)
 
 
-def _run(v: Value, known: dict[Value, torch.Tensor], vg: ValueGraph, number: Callable, generator: torch.Generator, overflows: list[Value]) -> torch.Tensor:
-    """The value of `v` in float64 on the CPU, from the values in `known`; `overflows` gets what exceeds its dtype (masks apart, which are negative)."""
-    todo = [v]
-    while todo:
-        x = todo[-1]
-        if x in known:
-            todo.pop()
-        elif x in vg.constants:
-            known[x] = _double(vg.constants[x].detach().cpu())
-        elif x.op is None:  # a mask that hides nothing: read by the original, not by the spec
-            known[x] = _sample(x, number, generator, 1.0, hide=False)
-        elif missing := [y for y in x.inputs if y not in known]:
-            todo.extend(missing)
-        else:
-            known[x] = _call(x, known, number)
-            if x.dtype.is_floating_point and (known[x] == math.inf).any() and not any((known[y] == math.inf).any() for y in x.inputs):
-                overflows.append(x)
-            todo.pop()
-    return known[v]
+def _worst(found: list[Checked]) -> tuple[Checked, ...]:
+    """One row for each tensor and dtype: the trial that came nearest to what is allowed."""
+    table: dict[tuple[str, str], Checked] = {}
+    for c in found:
+        share = lambda x: x.error / x.allowed if x.allowed else x.error
+        if (key := (c.what, c.dtype)) not in table or not share(c) <= share(table[key]):
+            table[key] = c
+    return tuple(table.values())
 
 
-def _double(t):
-    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+def _largest(t: torch.Tensor) -> float:
+    return t.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max().item() if t.numel() else 0.0
 
 
-def _call(x: Value, known: dict[Value, torch.Tensor], number: Callable) -> torch.Tensor:
-    def convert(a):
-        if isinstance(a, Value):
-            return known[a]
-        if isinstance(a, torch.SymFloat):
-            return float(a)
-        return number(a)
-
-    args, kwargs = torch.utils._pytree.tree_map_only((Value, torch.SymInt, torch.SymFloat), convert, (x.args, dict(x.kwargs)))
-    if x.op is DROPOUT:
-        return args[0]
-    if x.op is SDPA:
-        q, k, v, mask, _, causal, scale, gqa = args
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
-    if "device" in kwargs:
-        kwargs["device"] = "cpu"
-    if isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point:
-        kwargs["dtype"] = torch.float64
-    if x.name == "_softmax.default":
-        args = (*args[:2], False)
-    result = x.op(*args, **kwargs)
-    result = _double(result[x.out] if isinstance(result, (tuple, list)) else result)
-    if x.dtype.is_floating_point:  # what overflows in the model's dtype: two added finfo.min are -inf
-        result = torch.where(result.to(x.dtype).isinf(), result.sign() * math.inf, result)
-        result = torch.where(result <= HIDING_FILL, result.to(x.dtype).double(), result)  # finfo.min swallows a score, in float16 too
-    return result
-
-
-def _magnitude(t: torch.Tensor) -> float:
-    return t.nan_to_num().abs().max().item() if t.numel() else 0.0
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    if not torch.equal(a.isnan(), b.isnan()):
+def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, on b's device; infinite where the shapes, or NaNs and infinities, do not agree."""
+    a, b = a.detach().to(b.device).double(), b.detach().double()
+    if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
         return math.inf
-    return _magnitude(a - b)
-
-
+    return _largest(torch.where(a == b, 0.0, a - b))

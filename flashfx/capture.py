@@ -1,0 +1,104 @@
+"""The graphs that Dynamo makes of a call, and `explain`, which reports what FlashFX would do with them."""
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any, Callable
+
+import torch
+from torch import fx
+
+from .errors import FlashFXError
+from .region import Region
+from .report import Report, SiteReport
+
+
+class _Captured(BaseException):
+    """Leaves a call whose graph was captured before anything of it runs."""
+
+
+def unwrapped(fn: Callable) -> Callable:
+    """The model or function behind `torch.compile`."""
+    fn = getattr(fn, "_orig_mod", fn)
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def graphs_of(fn: Callable, args: tuple, kwargs: dict, take: Callable[[fx.GraphModule], Any]) -> list:
+    """`take(graph)` for each graph of `fn(*args, **kwargs)`, called where a backend is. `fn` may be compiled already.
+
+    A call that is one graph is captured and not run. Where Dynamo breaks the graph the call runs once, as it is, because code between
+    graphs reads their results; compiled code of this process is compiled again after that.
+    """
+    found: list = []
+
+    def capture(gm, example_inputs):
+        found.append(take(copy.deepcopy(gm)))
+        return leave
+
+    def leave(*_):
+        raise _Captured
+
+    def capture_and_run(gm, example_inputs):
+        found.append(take(copy.deepcopy(gm)))
+        return gm.forward
+
+    target, state = unwrapped(fn), torch.random.get_rng_state()
+    try:
+        try:
+            torch.compile(_fresh(target), backend=capture, fullgraph=True)(*args, **kwargs)
+        except _Captured:
+            return found
+        except FlashFXError:
+            raise
+        except Exception:
+            found.clear()
+        else:
+            return found  # nothing for a graph to do
+        try:
+            with torch._dynamo.config.patch(recompile_limit=2 ** 16, accumulated_recompile_limit=2 ** 16):
+                torch.compile(target, backend=capture_and_run)(*args, **kwargs)
+        finally:
+            torch._dynamo.reset()  # the entries just made count towards the limit of recompilations of the user's own
+        return found
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def _fresh(target: Callable) -> Callable:
+    """A caller of `target` whose compiled code is kept by nobody: entries in the cache of the target's own code count against its recompilations."""
+    def call(*args, **kwargs):
+        return target(*args, **kwargs)
+    return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+
+
+def needs_gradients(gm: fx.GraphModule) -> bool:
+    """Is this graph one of a training step?"""
+    examples = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in examples)
+
+
+def explain(fn: Callable, *args, gpu: str | None = None, **kwargs) -> Report:
+    """What FlashFX would do with `fn(*args, **kwargs)`, a module or function, compiled or not; nothing is compiled for it.
+
+    The call is captured and not run, unless Dynamo breaks its graph: see `graphs_of`. Gradients decide whether the report is for training, as
+    in a compilation: call it under `torch.no_grad()` for inference. Arguments may be fake tensors (`FakeTensorMode`), so that a model
+    needs no memory.
+
+    gpu  name of a row of `flashfx.codegen.gpu.GPUS` to plan for, e.g. "A100", as if the tensors lay there; by default this machine's GPU, or
+         the H100 where there is none.
+    Raises FlashFXError if `gpu` is unknown, and whatever the call itself raises.
+    """
+    from .backend import rewrite_graph
+    from .codegen.gpu import BY_NAME, current
+    from .options import Options
+    if gpu is not None and gpu not in BY_NAME:
+        raise FlashFXError(f"unknown GPU {gpu!r}; known: {', '.join(BY_NAME)}")
+    card = BY_NAME[gpu] if gpu is not None else current()
+
+    def take(gm) -> tuple[list[Region], bool]:
+        return rewrite_graph(gm, Options(), BY_NAME[gpu] if gpu is not None else None), needs_gradients(gm)
+
+    found = graphs_of(fn, args, kwargs, take)
+    training = any(t for _, t in found)
+    return Report(tuple(SiteReport(r, card, training) for regions, _ in found for r in regions), len(found), card,
+                  gpu is not None or torch.cuda.is_available(), training)

@@ -1,0 +1,84 @@
+"""`python -m flashfx explain`."""
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import torch
+import typer
+
+from .capture import explain as explain_call
+from .codegen.gpu import BY_NAME
+from .errors import FlashFXError
+from .targets import DTYPES, huggingface, load
+
+
+def explain(
+    target: Annotated[str, typer.Argument(help="module:name or path/to/file.py:name, see below", show_default=False)] = "",
+    hf: Annotated[str, typer.Option(help="a model type of transformers (gpt2, llama, t5, …), or a model of the hub or a folder")] = "",
+    attn: Annotated[str, typer.Option(help="with --hf: attn_implementation, eager or sdpa")] = "eager",
+    seq: Annotated[int, typer.Option(min=1, help="with --hf: sequence length")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="with --hf: batch size")] = 2,
+    layers: Annotated[int, typer.Option(min=0, help="with --hf: cut each stack of layers to this many; 0: all")] = 0,
+    changes: Annotated[Optional[list[str]], typer.Option("--set", help="with --hf: key=value, a field of the configuration; repeatable")] = None,
+    inputs: Annotated[Optional[list[str]], typer.Option("--input", help="shape of one argument, 2x4x1024x64 or 2x1024:bool; repeatable")] = None,
+    dtype: Annotated[str, typer.Option(help="of the weights and inputs: bf16, fp16, fp32, fp64")] = "bf16",
+    train: Annotated[bool, typer.Option("--train", help="a training step: gradients, dropout")] = False,
+    gpu: Annotated[str, typer.Option(help=f"plan for this card: {', '.join(BY_NAME)}; this machine's by default, else the H100")] = "",
+    html: Annotated[str, typer.Option(help="write the page here")] = "",
+    json_: Annotated[bool, typer.Option("--json", help="print the whole record as JSON instead of text")] = False,
+    kernels: Annotated[str, typer.Option(help="write each distinct kernel into this folder, as a file that checks itself when run")] = "",
+    strict: Annotated[bool, typer.Option("--strict", help="exit with 1 if a site is left alone")] = False,
+) -> None:
+    """What would be rewritten in a model, why, and why not. Nothing is compiled and no kernel runs.
+
+    TARGET names either a function without required arguments that returns (model, inputs), inputs being a tensor, a tuple of arguments or a
+    dict of keyword arguments; or the module or function itself, with --input for each of its arguments.
+
+    --hf builds the model from its configuration with random weights that take no memory.
+
+    Examples:
+
+      python -m flashfx explain --hf gpt2 --train --html gpt2.html
+
+      python -m flashfx explain --hf llama --attn sdpa --seq 8192 --gpu A100 --layers 2
+
+      python -m flashfx explain --hf bloom --set hidden_size=4096 --set n_head=32
+
+      python -m flashfx explain mymodel.py:build
+
+      python -m flashfx explain mymodel:attention --input 2x8x4096x64 --input 2x8x4096x64 --input 2x8x4096x64 --train
+
+    Exit codes: 0 done, 1 the model cannot be built or captured (or, with --strict, a site is left alone), 2 wrong arguments.
+    """
+    if bool(target) == bool(hf):
+        raise typer.BadParameter("give either TARGET (module:name) or --hf MODEL")
+    if gpu and gpu not in BY_NAME:
+        raise typer.BadParameter(f"unknown GPU {gpu!r}; known: {', '.join(BY_NAME)}")
+    if dtype not in ("bf16", "fp16", "fp32", "fp64"):
+        raise typer.BadParameter(f"unknown dtype {dtype!r}; known: {', '.join(list(DTYPES)[:4])}")
+    if hf and inputs:
+        raise typer.BadParameter("--input is for TARGET; a HuggingFace model gets its inputs from --seq and --batch")
+    found = huggingface(hf, attn, batch, seq, dtype, layers, changes or [], train) if hf else load(target, inputs or [], dtype, train)
+    card = gpu or (None if not hf or torch.cuda.is_available() else "H100")
+    try:
+        with found.mode, torch.set_grad_enabled(train):
+            report = explain_call(found.fn, *found.args, gpu=card, **found.kwargs)
+    except FlashFXError:
+        raise
+    except Exception as error:
+        raise FlashFXError(f"{found.about} cannot be captured: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    report = report.titled(found.about, " ".join(map(shlex.quote, ["python", "-m", "flashfx", *sys.argv[1:]])))
+    if kernels:
+        for number, group in enumerate(g for g in report.groups() if g.site.fused):
+            print(f"wrote {group.site.repro(Path(kernels) / f'kernel_{number}.py')}", file=sys.stderr)
+    if html:
+        report.to_html(html)
+        print(f"wrote {html}", file=sys.stderr)
+    if json_:
+        print(report.to_json())
+    else:
+        report.show()
+    raise typer.Exit(1 if strict and report.fused < len(report) else 0)

@@ -1,0 +1,147 @@
+"""Run values of the original graph, and nodes that the rewrite put in its place, on sampled data: in float64 on the CPU, or as the model computes.
+
+Both sides read the same leaves: the operands of a site, and whatever else either of them turns out to read.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+import torch
+from torch import fx
+
+from flashfx.compat import size_hint
+from flashfx.spec import HIDING_FILL, AttentionSpec
+
+from .normalise import DROPOUT, SDPA
+from .values import Value, ValueGraph
+
+
+class Rerun:
+    """One run of both sides.
+
+    data     value -> its sampled data in float64; a value that is not in it and has no inputs is sampled when it is met
+    double   compute in float64 on the CPU, where a result that overflows in the model's dtype is infinite; else as the model does, where it does
+    rounded  round the data to the model's dtypes first
+    gradients of what is read are recorded for `leaves`
+    """
+
+    def __init__(self, vg: ValueGraph, data: dict[Value, torch.Tensor], sample: Callable[[Value], torch.Tensor], *, double: bool, rounded: bool,
+                 leaves: list[Value]):
+        self.vg, self.double, self.rounded, self.sample = vg, double, rounded, sample
+        self.overflows: list[Value] = []
+        self.values: dict[Value, Any] = {}
+        self.nodes: dict[fx.Node, Any] = {}
+        self.leaves = {v: self._placed(v, data[v]).requires_grad_() for v in leaves}
+        self.values |= {v: self.leaves[v] if v in self.leaves else self._placed(v, t) for v, t in data.items()}
+
+    def number(self, s) -> int:
+        return int(s) if isinstance(s, int) else size_hint(self.vg.shape_env, s.node.expr if isinstance(s, torch.SymInt) else s)
+
+    def _placed(self, v: Value, t: torch.Tensor) -> torch.Tensor:
+        if not t.is_floating_point():
+            return t if self.double else t.to(v.fake.device)
+        t = t.to(v.dtype) if self.rounded else t
+        return t.double().clone() if self.double else t.to(v.fake.device).clone()
+
+    # ------------------------------------------------------------------ the original
+    def value(self, v: Value) -> torch.Tensor:
+        """What the original calls make of the leaves."""
+        todo = [v]
+        while todo:
+            x = todo[-1]
+            if x in self.values:
+                todo.pop()
+            elif x in self.vg.constants:
+                constant = self.vg.constants[x].detach()
+                self.values[x] = _double(constant.cpu()) if self.double else constant.to(x.fake.device)
+            elif x.op is None:  # a mask that hides nothing: read by the original, not by the spec
+                self.values[x] = self._placed(x, self.sample(x))
+            elif missing := [y for y in x.inputs if y not in self.values]:
+                todo.extend(missing)
+            else:
+                with torch.set_grad_enabled(x.grad and torch.is_grad_enabled()):
+                    self.values[x] = self._call(x)
+                if self.double and x.dtype.is_floating_point and (self.values[x] == math.inf).any() and \
+                        not any((self.values[y] == math.inf).any() for y in x.inputs):
+                    self.overflows.append(x)
+                todo.pop()
+        return self.values[v]
+
+    def _call(self, x: Value) -> torch.Tensor:
+        def convert(a):
+            if isinstance(a, Value):
+                return self.values[a]
+            return float(a) if isinstance(a, torch.SymFloat) else self.number(a)
+
+        args, kwargs = torch.utils._pytree.tree_map_only((Value, torch.SymInt, torch.SymFloat), convert, (x.args, dict(x.kwargs)))
+        if x.op is DROPOUT:
+            return args[0]
+        if x.op is SDPA:
+            q, k, v, mask, _, causal, scale, gqa = args
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+        if self.double:
+            args, kwargs = _widened(args, kwargs)
+        if self.double and x.name == "_softmax.default":
+            args = (*args[:2], False)
+        result = x.op(*args, **kwargs)
+        result = result[x.out] if isinstance(result, (tuple, list)) else result
+        if not self.double:
+            return result
+        result = _double(result)
+        return _overflowing(result, x.dtype) if x.dtype.is_floating_point else result
+
+    # ------------------------------------------------------------------ the rewritten graph
+    def node(self, node: fx.Node, step: int) -> Any:
+        """What an emitted node yields; original nodes that it reads hold what they held before Dynamo node number `step`. Dropout is left out."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node in self.nodes:
+            return self.nodes[node]
+        if node in self.vg.steps:
+            held = self.vg.held(node, step)
+            example = node.meta.get("example_value")
+            found = self.value(held) if held is not None else float(example) if isinstance(example, torch.SymFloat) else self.number(example)
+        else:
+            args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: self.node(a, step))
+            found = self._emitted(node.target, args, kwargs)
+        self.nodes[node] = found
+        return found
+
+    def _emitted(self, target, args, kwargs):
+        if target is torch.nn.functional.dropout:
+            return args[0]
+        if target is torch.ops.flashfx.attention.default:
+            spec = AttentionSpec.parse(args[6])
+            if spec.dropout:
+                from dataclasses import replace
+                args = (*args[:4], None, args[5], replace(spec, dropout=0.0).line, *args[7:])
+        if self.double:
+            args, kwargs = _widened(args, kwargs)
+        return target(*args, **kwargs)
+
+
+def _overflowing(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float64 `t` with what the model's dtype makes of huge numbers: two added finfo.min are -inf; finfo.min swallows a score, in float16 too.
+
+    Gradients pass as through the unrounded value.
+    """
+    rounded = t.detach().to(dtype).double()
+    off = rounded.isinf() & ~t.detach().isinf()
+    low = (t.detach() <= HIDING_FILL) & t.detach().isfinite() & ~off
+    if off.any():
+        t = torch.where(off, rounded, t)
+    return t + torch.where(low, rounded - t.detach(), 0.0) if low.any() else t
+
+
+def _double(t):
+    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+def _widened(args, kwargs):
+    """Casts to a floating type become casts to float64, devices the CPU."""
+    wide = lambda a: torch.float64 if isinstance(a, torch.dtype) and a.is_floating_point else a
+    args = tuple(map(wide, args))
+    kwargs = {name: "cpu" if name == "device" and a is not None else wide(a) for name, a in kwargs.items()}
+    return args, kwargs
