@@ -2,14 +2,15 @@
 from __future__ import annotations
 
 import copy
-import types
+import inspect
+import keyword
 from typing import Any, Callable
 
 import torch
 from torch import fx
 
 from .errors import FlashFXError
-from .region import Region
+from .region import CALLER, Region
 from .report import Report, SiteReport
 
 
@@ -45,7 +46,7 @@ def graphs_of(fn: Callable, args: tuple, kwargs: dict, take: Callable[[fx.GraphM
     target, state = unwrapped(fn), torch.random.get_rng_state()
     try:
         try:
-            torch.compile(_fresh(target), backend=capture, fullgraph=True)(*args, **kwargs)
+            torch.compile(_fresh(target, args, kwargs), backend=capture, fullgraph=True)(*args, **kwargs)
         except _Captured:
             return found
         except FlashFXError:
@@ -64,11 +65,27 @@ def graphs_of(fn: Callable, args: tuple, kwargs: dict, take: Callable[[fx.GraphM
         torch.random.set_rng_state(state)
 
 
-def _fresh(target: Callable) -> Callable:
-    """A caller of `target` whose compiled code is kept by nobody: entries in the cache of the target's own code count against its recompilations."""
-    def call(*args, **kwargs):
-        return target(*args, **kwargs)
-    return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+def _fresh(target: Callable, args: tuple, kwargs: dict) -> Callable:
+    """A caller of `target` whose compiled code is kept by nobody: entries in the cache of the target's own code count against its recompilations.
+
+    Its parameters have the target's names, which name the inputs of the graph.
+    """
+    try:
+        known = list(inspect.signature(target.forward if isinstance(target, torch.nn.Module) else target).parameters.values())
+    except (TypeError, ValueError):
+        known = []
+    own = [p.name if p.kind is p.POSITIONAL_OR_KEYWORD else f"argument{n}" for n, p in enumerate(known[: len(args)])]
+    own += [f"argument{n}" for n in range(len(own), len(args))]
+    names = [*own, *kwargs]
+    if not all(n.isidentifier() and not keyword.iskeyword(n) and n != "self" for n in names) or len(set(names)) < len(names):
+        own, kwargs = [f"argument{n}" for n in range(len(args))], {}
+        names = [*own, "**others"]
+        given = [*own, "**others"]
+    else:
+        given = [*own, *(f"{n}={n}" for n in kwargs)]
+    scope: dict = {}
+    exec(compile(f"def outer(self):\n    def call({', '.join(names)}):\n        return self({', '.join(given)})\n    return call", CALLER, "exec"), scope)
+    return scope["outer"](target)
 
 
 def needs_gradients(gm: fx.GraphModule) -> bool:

@@ -70,7 +70,7 @@ def explain(
         raise
     except Exception as error:
         raise FlashFXError(f"{found.about} cannot be captured: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-    report = report.titled(found.about, " ".join(map(shlex.quote, ["python", "-m", "flashfx", *sys.argv[1:]])))
+    report = report.titled(found.about, _again(sys.argv[1:]))
     if kernels:
         for number, group in enumerate(g for g in report.groups() if g.site.fused):
             print(f"wrote {group.site.repro(Path(kernels) / f'kernel_{number}.py')}", file=sys.stderr)
@@ -82,3 +82,14 @@ def explain(
     else:
         report.show()
     raise typer.Exit(1 if strict and report.fused < len(report) else 0)
+
+
+def _again(arguments: list[str]) -> str:
+    """The command line without what it writes."""
+    kept, skip = [], False
+    for a in arguments:
+        if skip or a.split("=")[0] in ("--html", "--kernels", "--json"):
+            skip = not skip and a in ("--html", "--kernels")
+            continue
+        kept.append(a)
+    return " ".join(map(shlex.quote, ["python", "-m", "flashfx", *kept]))

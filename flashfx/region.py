@@ -46,6 +46,10 @@ class Problem:
     sizes: tuple[int, ...] = ()
 
 
+CALLER = "<flashfx.explain>"
+"""File name of the function through which `explain` calls the user's: no line of the user's."""
+
+
 @dataclass(frozen=True)
 class Frame:
     """One line of the user's stack, innermost last: where a node of the graph comes from."""

@@ -204,7 +204,8 @@ class Report:
         for number, site in enumerate(self.sites):
             r = site.region
             why = () if r.refusal is None else (r.refusal.stage, r.refusal.reason.split(" (")[0], r.refusal.source, r.refusal.hint)
-            key = (r.source, r.called, r.spec, r.problem, r.captured if r.fused else (), r.sink, why, r.unchecked)
+            shapes = tuple(text.partition(", ")[2] for text in (*r.captured, r.sink))
+            key = (r.source, r.called, r.spec, r.problem, shapes if r.fused else (), why, r.unchecked)  # parameters are named by their layer
             table.setdefault(key, ([], site))[0].append(number)
         return [Group(tuple(numbers), site) for numbers, site in table.values()]
 

@@ -25,7 +25,7 @@ def before(site: Site, lifted: Lifted | None, vg: ValueGraph) -> tuple[Node, ...
     for v in upstream(site.out, lambda v: [] if v.name in PRODUCTS and v is not site.out else v.inputs):
         if v.name in DROPOUTS:
             roles.setdefault(v.owner, "dropout")
-        elif v.name in PRODUCTS:
+        elif v.name in PRODUCTS and v is not site.out:
             roles.setdefault(v.owner, "scores")
             ends.add(v.owner)
     if lifted is not None:

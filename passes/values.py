@@ -13,8 +13,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 
-import flashfx
-from flashfx.region import Frame
+from flashfx.region import CALLER, Frame
 
 
 class Refused(Exception):
@@ -205,15 +204,11 @@ class ValueGraph:
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
 
 
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(flashfx.__file__))), "flashfx", "capture.py")
-"""`explain` calls the user's function from there."""
-
-
 def stack_of(node: fx.Node | None) -> tuple[Frame, ...]:
     """The user's stack at the line that made `node`, innermost last. Paths are given from the package or the working directory on."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     return tuple(Frame(f["file"].rpartition("site-packages/")[2].removeprefix(os.getcwd() + os.sep), int(f["line"]), f["function"], f["code"].strip())
-                 for f in _FRAME.finditer(trace) if f["file"] != _OWN)
+                 for f in _FRAME.finditer(trace) if f["file"] != CALLER)
 
 
 def source_line(node: fx.Node | None) -> str:
