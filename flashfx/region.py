@@ -60,7 +60,7 @@ class Frame:
     code: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}: {self.code}"
+        return f"{self.file}:{self.line} in {self.function}{': ' if self.code else ''}{self.code}"
 
 
 @dataclass(frozen=True)

@@ -201,13 +201,13 @@ class ValueGraph:
         return self.__dict__["_users"]
 
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n(?!\s*File ")[ \t]*(?P<code>[^\n]*))?')
 
 
 def stack_of(node: fx.Node | None) -> tuple[Frame, ...]:
     """The user's stack at the line that made `node`, innermost last. Paths are given from the package or the working directory on."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
-    return tuple(Frame(f["file"].rpartition("site-packages/")[2].removeprefix(os.getcwd() + os.sep), int(f["line"]), f["function"], f["code"].strip())
+    return tuple(Frame(f["file"].rpartition("site-packages/")[2].removeprefix(os.getcwd() + os.sep), int(f["line"]), f["function"], (f["code"] or "").strip())
                  for f in _FRAME.finditer(trace) if f["file"] != CALLER)
 
 

@@ -6,7 +6,6 @@ all false, and scores large enough for exp to underflow. Dropout is left out on 
 """
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -37,12 +36,10 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph, replaced: dict[fx.Node, f
     operands = [lifted.q[0], lifted.k[0], lifted.v[0], *lifted.aux, *(lifted.sink or [])[:1]]
     pairs = [(vg.timeline[old][0][1], new) for old, new in replaced.items()]
     step = vg.steps[site.out.owner]
-    sources = _sources([new for _, new in pairs], vg, step)
+    sources = _sources(pairs, vg, step)
     leaves = [v for v in sources if v.dtype.is_floating_point and v.reaches_parameters(through_stops=False)]
-    names = {v: v.owner.name for v in leaves}
-    for v, read in itertools.groupby(sorted(zip((o.value for o in operands), ["q", "k", "v", *(a.name for a in lifted.spec.aux), "the sink"]),
-                                            key=lambda x: x[0].number), key=lambda x: x[0]):
-        names[v] = " and ".join(name for _, name in read)
+    known = [*zip("qkv", (lifted.q, lifted.k, lifted.v)), *((a.name, [o]) for a, o in zip(lifted.spec.aux, lifted.aux)), ("the sink", lifted.sink or [])]
+    names = {v: " and ".join(name for name, candidates in known if any(o.value is v for o in candidates)) or v.owner.name for v in leaves}
     found: list[Checked] = []
 
     def compare(what, dtype, ours, theirs, exact, allowed):
@@ -82,16 +79,16 @@ def _in_model_dtype(site, runs, pairs, step, names) -> list[Checked]:
     rows += [(f"gradient of {name}", a, t, of_exact[name]) for name, a, t in _gradients(low, ours, theirs, names) if name in of_exact]
     scale = max([_largest(e) for what, *_, e in rows if what.startswith("gradient")], default=0.0)
     for what, a, t, e in rows:
-        band = 8 * torch.finfo(site.out.dtype).eps * max(_largest(e), scale if what.startswith("gradient") else 0.0)
+        band = 2 * torch.finfo(site.out.dtype).eps * max(_largest(e), scale if what.startswith("gradient") else 0.0)
         own = _error(t, e)
         if own < math.inf:  # the original overflows: no measure
             found.append(Checked(what, dtype, _error(a, e), 2 * own + band))
     return found
 
 
-def _sources(emitted: list[fx.Node], vg: ValueGraph, step: int) -> list[Value]:
-    """The values that the emitted nodes read, without those that are computed from others of them."""
-    read, seen, todo = [], set(), list(emitted)
+def _sources(pairs: list[tuple[Value, fx.Node]], vg: ValueGraph, step: int) -> list[Value]:
+    """The values that both sides start from: those that the emitted nodes read and that the original passes through."""
+    read, seen, todo = [], set(), [new for _, new in pairs]
     while todo:
         n = todo.pop()
         if n in seen:
@@ -101,8 +98,8 @@ def _sources(emitted: list[fx.Node], vg: ValueGraph, step: int) -> list[Value]:
             todo.extend(n.all_input_nodes)
         elif (held := vg.held(n, step)) is not None and held not in vg.constants:
             read.append(held)
-    read = list(dict.fromkeys(read))
-    return [v for v in read if not any(x in read for x in upstream(v) if x is not v)]
+    passed = {v for old, _ in pairs for v in upstream(old, lambda v: [] if v in read else v.inputs)}
+    return [v for v in dict.fromkeys(read) if v in passed]
 
 
 class _Sampler:

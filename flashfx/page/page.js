@@ -15,7 +15,7 @@
   const tip = document.querySelector(".tip");
   const words = { s: "skipped: no query sees a key", f: "full: the mask is not evaluated", p: "partial: the mask is evaluated", d: "the data decide at run time" };
   for (const svg of all("svg.mask")) {
-    const rows = svg.dataset.rows.split(" "), { m, n } = svg.dataset, M = +svg.getAttribute("data-M"), N = +svg.getAttribute("data-N");
+    const rows = svg.dataset.rows.split(" "), { m, n } = svg.dataset, M = +svg.dataset.queries, N = +svg.dataset.keys;
     const cursor = svg.querySelector(".cursor"), box = svg.viewBox.baseVal;
     svg.addEventListener("pointermove", (event) => {
       const seen = svg.getBoundingClientRect();

@@ -124,10 +124,11 @@ def kernel(text: str) -> list[dict]:
         if first >= last or not name:
             continue
         rows, role = [], ""
+        tied = name.startswith("attention") or any("mma(" in line or "dot(" in line for line in plain[first:last])
         for n in range(first, last):
             code = plain[n].strip()
             role = next((r for r, pattern in _WRITES if re.match(pattern, code)), "") if _starts(plain, n) else role
-            rows.append(Line(n + 1, every[n], role if name.startswith(("attention", "accumulate", "consume", "add_")) or "tiles" in name else ""))
+            rows.append(Line(n + 1, every[n], role if tied else ""))
         made.append({"name": name, "lines": rows, "backward": "backward" in name or name in ("attention_delta", "accumulate")})
     return made
 

@@ -45,7 +45,7 @@ def _group(report: Report, number: int, group: Group, sources: bool) -> dict[str
         "title": f"{count} sites, one spec" if count > 1 else "1 site", "frame": frame, "graph": region.graph,
         "context": source.context(frame) if frame and sources else [], "stack": region.stack[:-1][-6:], "reached": region.reached, "called": region.called,
         "kind": "scaled_dot_product_attention" if region.called else "products and softmax", "checked": [dataclasses.asdict(c) | {"good": c.good} for c in region.checked],
-        "unchecked": region.unchecked, "spec": str(region.spec) if region.spec else "", "code": frame.code if frame else ""}
+        "unchecked": region.unchecked, "spec": str(region.spec) if region.spec else "", "short": _short(region)}
     if region.spec is not None:
         out["formulas"] = mathml.formulas(region.spec)
         out["empty"] = mathml.EMPTY[region.spec.empty_row] if region.spec.is_masked else ""
@@ -63,6 +63,14 @@ def _group(report: Report, number: int, group: Group, sources: bool) -> dict[str
         return out | _planned(report, number, group, sources)
     except PlanError as error:
         return out | {"plans": [], "no_plan": str(error)}
+
+
+def _short(region) -> str:
+    """A line for the list of sites: the spec's score and mask, or why it was left alone."""
+    if region.refusal is not None:
+        return region.refusal.reason
+    spec = region.spec
+    return f"score = {spec.score}" + (f", where {spec.visible}" if spec.is_masked else "")
 
 
 def _refused(region) -> dict[str, Any]:
