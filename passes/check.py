@@ -35,11 +35,13 @@ def check(site: Site, lifted: Lifted, shape_env, dropout_allowed: bool = True, d
     sizes = {n: extents[n] for n in ("i", "j", "d", "e")}
     for n, what in (("d", "query/key head size"), ("e", "value head size")):
         if kind == "cuda" and sizes[n] > MAX_HEAD:
-            raise Refused(f"the {what} is {sizes[n]}, the kernels take at most {MAX_HEAD}", out)
+            raise Refused(f"the {what} is {sizes[n]}, the kernels take at most {MAX_HEAD}", out,
+                          "split the heads further, or leave this site to PyTorch")
     spec = lifted.spec
     for axis, own in zip(spec.axes, lifted.dims):
         if axis not in spec.q | spec.k | spec.v and extents[own] != 1:
-            raise Refused(f"batch axis {axis} appears in the scores but in none of q, k and v", out)
+            raise Refused(f"batch axis {axis} appears in the scores but in none of q, k and v", out,
+                          "expand q, k or v along it")
     if spec.dropout and not dropout_allowed:
         raise Refused("dropout with activation_memory_budget = 0 would draw other random numbers in backward", out,
                       "set torch._functorch.config.activation_memory_budget above 0")

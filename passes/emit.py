@@ -81,14 +81,14 @@ class Emitter(Held):
             return out
         if isinstance(s, sympy.Pow) and s.exp.is_Integer and s.exp > 1:
             return self.call(operator.pow, self.size(size(s.base)), int(s.exp))
-        raise Refused(f"no node of the graph holds the size {s}")
+        raise Refused(f"no node of the graph holds the size {s}", hint="compile with dynamic=False, or keep that size static")
 
     def number(self, x: torch.SymFloat) -> fx.Node:
         for node, step in self.vg.steps.items():
             example = node.meta.get("example_value")
             if step < self.step and isinstance(example, torch.SymFloat) and example.node.expr == x.node.expr:
                 return node
-        raise Refused(f"no node of the graph holds the number {x}")
+        raise Refused(f"no node of the graph holds the number {x}", hint="make it a Python constant, or a tensor")
 
     # ------------------------------------------------------------------ values
     def value(self, v: Value) -> fx.Node:

@@ -103,6 +103,10 @@ class Affine:
     terms: tuple[tuple[str, Size], ...] = ()
     constant: Size = 0
 
+    def __str__(self) -> str:
+        parts = [n if c == 1 else f"{c}*{n}" for n, c in self.terms] + [str(self.constant)] * (self.constant != 0 or not self.terms)
+        return " + ".join(parts)
+
     @staticmethod
     def axis(name: str) -> Affine:
         return Affine(((name, 1),))
