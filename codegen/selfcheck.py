@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -73,11 +74,25 @@ def relative(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float(difference / torch.where(finite, exact, 0.0).norm().clamp(min=1e-30))
 
 
+ON_CPU = 2 ** 22
+"""Scores up to which a check on a CPU runs whole; larger ones drop batch indices, to end in seconds."""
+
+
+def fewer(problem: Problem) -> Problem:
+    """The same problem with batch extents cut until a CPU is done in seconds."""
+    extents = list(problem.extents)
+    while math.prod(extents) * problem.M * problem.N > ON_CPU and max(extents, default=1) > 1:
+        extents[extents.index(max(extents))] = max(extents) // 2
+    return replace(problem, extents=tuple(extents))
+
+
 def check(module: ModuleType, device: str | None = None) -> dict[str, float]:
     """Compare a generated module with the float64 reference; prints relative errors and, on a GPU, times. Raises on a large error."""
     from . import launch
     spec, problem = module.SPEC, module.PROBLEM
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" and (problem := fewer(problem)) != module.PROBLEM:
+        print(f"on the CPU: extents {list(problem.extents)} instead of {list(module.PROBLEM.extents)}")
     q, k, v, aux, seed, sizes = inputs(spec, problem, device)
     on_gpu = launch.uses_triton(q, k, v) and (device != "cpu" or not hasattr(module, "gluon"))  # the interpreter does not run Gluon
     if on_gpu:

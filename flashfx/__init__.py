@@ -17,7 +17,7 @@ _WHERE = {
     "AttentionSpec": "spec", "EmptyRow": "spec", "Refusal": "region", "Region": "region", "explain": "capture", "Report": "report", "SiteReport": "report",
     "verify": "verification", "Verification": "verification",
     "sac_save_ops": "op", "FlashFXError": "errors", "OptionError": "errors", "PlanError": "errors", "SpecError": "errors",
-    "VerifyError": "errors",
+    "VerifyError": "errors", "FlashFXWarning": "errors",
 }
 __all__ = sorted(_WHERE)
 

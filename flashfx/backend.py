@@ -10,12 +10,14 @@ import functools
 import hashlib
 import logging
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import fx
 
+from .errors import FlashFXWarning
 from .options import Options, split
 from .region import Region
 
@@ -85,6 +87,7 @@ def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patc
     regions: list[Region] = []
     if not options.disable:
         regions = rewrite_graph(gm, options)
+        _record(gm, regions)
     if options.inner == "eager":
         return gm.forward, regions
     if options.inner == "aot_eager":
@@ -98,6 +101,29 @@ def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patc
     theirs = patches.get("joint_custom_post_pass", config.joint_custom_post_pass)
     patches["joint_custom_post_pass"] = _joint_pass(replace(options, dump=None), theirs)
     return compile_fx(gm, example_inputs, config_patches=patches), regions
+
+
+def _record(gm: fx.GraphModule, regions: list[Region]) -> None:
+    """The report as an artifact of TORCH_TRACE, for tlparse; and a warning, once for each reason, where FlashFX was asked for and does nothing."""
+    from .report import Report, SiteReport
+    if not regions:
+        return
+
+    def report() -> str:
+        from .codegen.gpu import current
+        from .capture import needs_gradients
+        card, training = current(), needs_gradients(gm)
+        return Report(tuple(SiteReport(r, card, training) for r in regions), 1, card, torch.cuda.is_available(), training).to_json()
+
+    torch._logging.trace_structured("artifact", metadata_fn=lambda: {"name": "flashfx_report", "encoding": "json"}, payload_fn=report)
+    if not any(r.fused for r in regions):
+        _warn_once(len(regions), replace(regions[0].refusal, node=""))
+
+
+@functools.cache
+def _warn_once(sites: int, why) -> None:
+    warnings.warn(f"no attention site of a graph was rewritten, {sites} found: {why.reason}{f' (at {why.source})' * bool(why.source)}; "
+                  f"{why.hint or 'flashfx.explain says more'}. flashfx.explain(model, ...) reports every site", FlashFXWarning, stacklevel=2)
 
 
 def _no_kernel(spec, problem, device: torch.device, card=None) -> str | None:

@@ -32,7 +32,10 @@ def run() -> None:
 
 @app.command()
 def doctor() -> None:
-    """What works on this machine, and what is missing. Exit code 1 if generated kernels cannot run on a GPU that is here."""
+    """What works on this machine, and what is missing, with the way out.
+
+    Exit codes: 0 all that FlashFX needs is here ("note" lines are no failure), 1 something that it needs here is missing ("FAIL" lines).
+    """
     from .bench.card import report
     lines, good = report()
     print("\n".join(lines))

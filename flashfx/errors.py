@@ -19,3 +19,7 @@ class PlanError(FlashFXError, RuntimeError):
 
 class VerifyError(FlashFXError, AssertionError):
     """A rewritten site computes something else than the original graph."""
+
+
+class FlashFXWarning(UserWarning):
+    """FlashFX was asked for and does nothing, for a reason that the user can act on. Given once for each reason."""

@@ -8,11 +8,13 @@ from typing import Annotated, Optional
 
 import torch
 import typer
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from .capture import explain as explain_call
 from .codegen.gpu import BY_NAME
 from .errors import FlashFXError
-from .targets import DTYPES, huggingface, load
+from .report import Report
+from .targets import DTYPES, Target, huggingface, load
 
 
 def explain(
@@ -61,16 +63,16 @@ def explain(
         raise typer.BadParameter(f"unknown dtype {dtype!r}; known: {', '.join(list(DTYPES)[:4])}")
     if hf and inputs:
         raise typer.BadParameter("--input is for TARGET; a HuggingFace model gets its inputs from --seq and --batch")
-    found = huggingface(hf, attn, batch, seq, dtype, layers, changes or [], train) if hf else load(target, inputs or [], dtype, train)
     card = gpu or (None if not hf or torch.cuda.is_available() else "H100")
-    try:
-        with found.mode, torch.set_grad_enabled(train):
-            report = explain_call(found.fn, *found.args, gpu=card, **found.kwargs)
-    except FlashFXError:
-        raise
-    except Exception as error:
-        raise FlashFXError(f"{found.about} cannot be captured: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-    report = report.titled(found.about, _again(sys.argv[1:]))
+    if hf:
+        made = lambda real: huggingface(hf, attn, batch, seq, dtype, layers, changes or [], train, real)
+        try:
+            report, about = _explained(made(False), train, card)
+        except DataDependentOutputException:  # it reads numbers out of tensors, which fake ones do not have
+            report, about = _explained(made(True), train, card)
+    else:
+        report, about = _explained(load(target, inputs or [], dtype, train), train, card)
+    report = report.titled(about, _again(sys.argv[1:]))
     if kernels:
         for number, group in enumerate(g for g in report.groups() if g.site.fused):
             print(f"wrote {group.site.repro(Path(kernels) / f'kernel_{number}.py')}", file=sys.stderr)
@@ -82,6 +84,16 @@ def explain(
     else:
         report.show()
     raise typer.Exit(1 if strict and report.fused < len(report) else 0)
+
+
+def _explained(found: Target, train: bool, card: str | None) -> tuple[Report, str]:
+    try:
+        with found.mode, torch.set_grad_enabled(train):
+            return explain_call(found.fn, *found.args, gpu=card, **found.kwargs), found.about
+    except (FlashFXError, DataDependentOutputException):
+        raise
+    except Exception as error:
+        raise FlashFXError(f"{found.about} cannot be captured: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _again(arguments: list[str]) -> str:

@@ -10,8 +10,8 @@ import torch
 from .errors import FlashFXError
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers", "depth")
-_KINDS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
-"""Tried in turn: the first whose mapping has the configuration."""
+_KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+"""Tried in turn: the first whose mapping has the configuration; the first two for encoder-decoders alone."""
 
 
 def configuration(name: str):
@@ -53,9 +53,10 @@ def depth(config) -> int:
 def build(config, attn: str, dtype: torch.dtype, train: bool):
     """A model with random weights, in the current device and tensor mode. Raises FlashFXError if it has no such attention."""
     import transformers
-    kind = next((k for n in _KINDS if type(config) in getattr(k := getattr(transformers, n), "_model_mapping", {})), None)
+    kinds = _KINDS[0 if getattr(config, "is_encoder_decoder", False) else 2:]
+    kind = next((k for n in kinds if type(config) in getattr(k := getattr(transformers, n), "_model_mapping", {})), None)
     if kind is None:
-        raise FlashFXError(f"transformers has no model class for {config.model_type!r}: none of {', '.join(_KINDS)} knows it")
+        raise FlashFXError(f"transformers has no model class for {config.model_type!r}: none of {', '.join(kinds)} knows it")
     try:
         model = kind.from_config(config, attn_implementation=attn, dtype=dtype)
     except (ValueError, ImportError) as error:
@@ -69,15 +70,19 @@ def _size(config, *names: str, default: int):
     return tuple(found)[:2] if isinstance(found, (list, tuple)) else found
 
 
+def _sides(config) -> tuple[int, int]:
+    size = _size(config, "image_size", default=224)
+    return size if isinstance(size, tuple) else (size, size)
+
+
 def inputs(model, batch: int, seq: int) -> dict[str, Any]:
     """Arguments of the model's forward, by what it says its main input is: token ids, pixels, or sound."""
     config, named = model.config, inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    pixels = lambda: torch.zeros(batch, _size(config, "num_channels", "in_channels", default=3), *_sides(config), dtype=dtype)
     if main == "pixel_values":
-        size = _size(config, "image_size", default=224)
-        height, width = size if isinstance(size, tuple) else (size, size)
-        found = {main: torch.zeros(batch, _size(config, "num_channels", "in_channels", default=3), height, width, dtype=dtype)}
+        found = {main: pixels()}
     elif main == "input_features":
         bins, frames = _size(config, "num_mel_bins", "feature_size", default=80), 2 * _size(config, "max_source_positions", default=seq // 2)
         found = {main: torch.zeros(batch, bins, frames, dtype=dtype)}
@@ -85,6 +90,8 @@ def inputs(model, batch: int, seq: int) -> dict[str, Any]:
         found = {main: torch.zeros(batch, seq * 320, dtype=dtype)}  # a sample of speech models covers 20 ms at 16 kHz
     else:
         found = {main: torch.zeros(batch, seq, dtype=torch.long)}
+    if {"pixel_values", "input_ids"} <= set(named) and main == "input_ids" and not model.can_generate():  # two towers
+        found["pixel_values"] = pixels()
     if "decoder_input_ids" in named and getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = torch.zeros(batch, min(seq, _size(config, "max_target_positions", default=seq)), dtype=torch.long)
     if "use_cache" in named:

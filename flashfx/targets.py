@@ -96,8 +96,10 @@ def tensor(text: str, dtype: str, train: bool = False) -> torch.Tensor:
     return made.requires_grad_(train and made.is_floating_point())
 
 
-def huggingface(name: str, attn: str, batch: int, seq: int, dtype: str, layers: int, changes: list[str], train: bool) -> Target:
-    """A HuggingFace model under fake tensors, with random weights of its configuration's sizes. Raises FlashFXError."""
+def huggingface(name: str, attn: str, batch: int, seq: int, dtype: str, layers: int, changes: list[str], train: bool,
+                real: bool = False) -> Target:
+    """A HuggingFace model with random weights of its configuration's sizes: under fake tensors, unless `real`. Raises FlashFXError, and
+    DataDependentOutputException if the model reads numbers out of tensors while it is built: then it has to be real."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from . import hf
     import transformers
@@ -111,7 +113,7 @@ def huggingface(name: str, attn: str, batch: int, seq: int, dtype: str, layers: 
     full = hf.depth(config)
     if layers:
         hf.shorten(config, layers)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = hf.build(config, attn, DTYPES[dtype], train)
         given = hf.inputs(model, batch, seq)

@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import shutil
 import time
+from pathlib import Path
 
 import torch
 
 from ..codegen.gpu import DEFAULT, GPU, KIB, current
+from ..codegen.load import cache_dir
 from .measure import median_ms
 
 
@@ -87,11 +91,32 @@ def report() -> tuple[list[str], bool]:
         for index in range(torch.cuda.device_count()):
             row = current(index)
             say(row.capability >= (7, 0), f"GPU {index}: {torch.cuda.get_device_name(index)}, row {row.name} ({row.source.split(';')[0]})")
+            lines.append(f"      {_takes(row)}")
     else:
         say(None, f"no GPU: the tiled PyTorch schedule runs; explain() plans for the {DEFAULT.name}")
-    for package, extra, what in (("transformers", "hf", "HuggingFace models"), ("matplotlib", "report", "plots of bench")):
+    names = [e.name for e in importlib.metadata.entry_points(group="torch_dynamo_backends")]
+    say("flashfx" in names, 'torch.compile(backend="flashfx") is registered' if "flashfx" in names else
+        'the backend is not registered with PyTorch: pip install flashfx, or import flashfx first')
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))), None)
+    say(True if compiler else None, f"C++ compiler {compiler}" if compiler else "no C++ compiler: Inductor cannot compile for the CPU; use options={'inner': 'aot_eager'} there")
+    where = Path(cache_dir())
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        writable = os.access(where, os.W_OK)
+    except OSError:
+        writable = False
+    say(writable, f"generated kernels are kept in {where}" if writable else f"{where} cannot be written: set TORCHINDUCTOR_CACHE_DIR to a folder that can")
+    for package, extra, what in (("transformers", "hf", "HuggingFace models, explain --hf"), ("pygments", "report", "explain --html"),
+                                 ("matplotlib", "report", "plots of bench")):
         try:
             say(True, f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             say(None, f"{package} is not installed ({what}): pip install 'flashfx[{extra}]'")
     return lines, good
+
+
+def _takes(row: GPU) -> str:
+    """What the generated kernels take on a card, and what runs there."""
+    dtypes = "float16, bfloat16, float32" if row.capability >= (8, 0) else "float16, float32 (no bfloat16 matrix unit)"
+    schedule = "warp-specialised and portable schedules" if row.capability == (9, 0) else "portable schedule"
+    return f"kernels for {dtypes}; head sizes up to 256; {schedule}; float64 in the tiled PyTorch schedule"
