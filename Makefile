@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: quickstart test test-slow clean
 
 quickstart: $(VENV)/.ready
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/python examples/01_quickstart.py
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flashfx.ops import BY_ATEN
 
 from .rules import PRODUCTS, RULES as COMPUTED
@@ -32,9 +34,14 @@ REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "n
 """Between the two products these forbid the rewrite; the site is found all the same, to be refused with a reason."""
 
 
+def _in_the_way(v: Value) -> bool:
+    """An op that forbids the rewrite: one of `REORDERED`, or a pointwise op that no row of `flashfx/ops.py` knows."""
+    return v.name in REORDERED or v.op is not None and torch.Tag.pointwise in getattr(v.op, "tags", ())
+
+
 def has_product_above(v: Value) -> bool:
     def through(x: Value) -> list[Value]:
-        return x.inputs if carries(x) or x.name in REORDERED or softmax_of(x) is not None else []
+        return x.inputs if carries(x) or _in_the_way(x) or softmax_of(x) is not None else []
     return any(x.name in PRODUCTS for x in upstream(v, through))
 
 
@@ -50,7 +57,7 @@ def _products_below(vg: ValueGraph, v: Value) -> list[tuple[Value, int]]:
                 for side, position in enumerate(PRODUCTS[user.name]):
                     if user.args[position] is x:
                         found.append((user, side))
-            elif (carries(user) or user.name in REORDERED) and softmax_of(user) is None:
+            elif (carries(user) or _in_the_way(user)) and softmax_of(user) is None:
                 todo.append(user)
     return sorted(set(found), key=lambda f: (f[0].number, f[1]))
 

@@ -85,7 +85,7 @@ class Rerun:
             args, kwargs = _widened(args, kwargs)
         if self.double and x.name == "_softmax.default":
             args = (*args[:2], False)
-        result = x.op(*args, **kwargs)
+        result = self._run(x.op, args, kwargs)
         result = result[x.out] if isinstance(result, (tuple, list)) else result
         if not self.double:
             return result
@@ -119,7 +119,16 @@ class Rerun:
                 args = (*args[:4], None, args[5], replace(spec, dropout=0.0).line, *args[7:])
         if self.double:
             args, kwargs = _widened(args, kwargs)
-        return target(*args, **kwargs)
+        return self._run(target, args, kwargs)
+
+    def _run(self, target, args, kwargs):
+        """Integers meet floats in float64, where the model computes in its default dtype."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if self.double else default)
+        try:
+            return target(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
 
 
 def _overflowing(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

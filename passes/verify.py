@@ -65,11 +65,11 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph, replaced: dict[fx.Node, f
             for name, a, b in _gradients(double, ours, expected, names):
                 compare(f"gradient of {name}", "float64", a, b, b, 1e-8 * max(1.0, _largest(b)))
             if trial == 0 and site.out.dtype != torch.float64:
-                found += _in_model_dtype(site, runs, pairs, step, names)
+                found += _in_model_dtype(site, runs, pairs, step, names, scores)
     return _worst(found), ""
 
 
-def _in_model_dtype(site, runs, pairs, step, names) -> list[Checked]:
+def _in_model_dtype(site, runs, pairs, step, names, scores: int) -> list[Checked]:
     """As the model computes, where it does, against the original in float64 on the same rounded data: at most twice the original's own error and rounding."""
     dtype, found = str(site.out.dtype).removeprefix("torch."), []
     exact, low = runs(double=True, rounded=True), runs(double=False, rounded=True)
@@ -79,7 +79,8 @@ def _in_model_dtype(site, runs, pairs, step, names) -> list[Checked]:
     rows += [(f"gradient of {name}", a, t, of_exact[name]) for name, a, t in _gradients(low, ours, theirs, names) if name in of_exact]
     scale = max([_largest(e) for what, *_, e in rows if what.startswith("gradient")], default=0.0)
     for what, a, t, e in rows:
-        band = 2 * torch.finfo(site.out.dtype).eps * max(_largest(e), scale if what.startswith("gradient") else 0.0)
+        steps = max(2.0, math.sqrt(scores / max(e.numel(), 1)))  # rounding of sums over the scores grows as the root of their number
+        band = steps * torch.finfo(site.out.dtype).eps * max(_largest(e), scale if what.startswith("gradient") else 0.0)
         own = _error(t, e)
         if own < math.inf:  # the original overflows: no measure
             found.append(Checked(what, dtype, _error(a, e), 2 * own + band))

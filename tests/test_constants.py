@@ -189,7 +189,7 @@ def test_a_mask_given_as_an_input_is_no_constant():
 # ----------------------------------------------------------------------------------------------------- block-sparse patterns
 
 def _example():
-    spec = importlib.util.spec_from_file_location("block_sparse", Path(__file__).parent.parent / "examples" / "block_sparse.py")
+    spec = importlib.util.spec_from_file_location("block_sparse", Path(__file__).parent.parent / "examples" / "09_block_sparse.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

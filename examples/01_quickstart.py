@@ -1,6 +1,15 @@
 """GPT-2, unmodified, with its attention rewritten: the report, outputs and gradients against eager, and on a GPU time and memory.
 
-    python examples/quickstart.py [--attn eager|sdpa] [--length 256]
+    python examples/01_quickstart.py [--attn eager|sdpa] [--length 256] [--layers 12]
+
+Output:
+    flashfx: 12 attention sites, 12 fused, 0 left alone
+    …
+    [0..11] fused: attn_output
+    …
+    compiled in …
+    relative error against float64, logits and 148 gradients: eager …, flashfx …, budget …
+    OK
 """
 from __future__ import annotations
 
@@ -17,10 +26,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import flashfx
 
 
-def build(attn: str, length: int, device: str) -> tuple[GPT2LMHeadModel, dict]:
+def build(attn: str, length: int, layers: int, device: str) -> tuple[GPT2LMHeadModel, dict]:
     """GPT-2 small with random weights, and a batch whose second row is padded."""
     torch.manual_seed(0)
-    config = GPT2Config(n_positions=max(length, 256), attn_implementation=attn, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    config = GPT2Config(n_layer=layers, n_positions=max(length, 256), attn_implementation=attn, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     model = GPT2LMHeadModel(config).to(device).train()
     model.loss_type = "ForCausalLM"
     ids = torch.randint(0, config.vocab_size, (2, length), device=device)
@@ -62,10 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attn", default="eager", choices=("eager", "sdpa"))
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=12)
     options = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, batch = build(options.attn, options.length, device)
+    model, batch = build(options.attn, options.length, options.layers, device)
 
     report = flashfx.explain(model, **batch)
     print(report, end="\n\n")

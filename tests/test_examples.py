@@ -1,0 +1,39 @@
+"""Each example runs, and prints what its docstring says ("…" stands for anything, a line of it for any lines)."""
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ARGUMENTS = {"01_quickstart.py": ["--length", "64"]}
+
+
+def promised(path: Path) -> str:
+    """The lines below "Output:" in the docstring, as a pattern."""
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    assert "\nOutput:\n" in text, "an example shows its output"
+    lines = [line.removeprefix("    ") for line in text.split("\nOutput:\n")[1].splitlines()]
+    return "".join(r"(.*\n)*?" if line == "…" else re.escape(line).replace("…", ".*") + r"\n" for line in lines)
+
+
+def test_examples_are_numbered():
+    assert [p.name[:2] for p in EXAMPLES] == [f"{n:02}" for n in range(1, len(EXAMPLES) + 1)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the outputs shown are those of a machine without a GPU")
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_prints_what_it_says(path):
+    pytest.importorskip("transformers")
+    # without a C++ compiler on the path examples do not wait for Inductor
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent), "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, path.relative_to(ROOT), *ARGUMENTS.get(path.name, [])], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(promised(path), done.stdout), done.stdout
