@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashfx.expr import Const, parse
 from flashfx.ops import OPS
@@ -98,6 +100,15 @@ def test_readme_code_runs(tmp_path):
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
     subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path)
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the output shown is that of a machine without a GPU")
+def test_readme_output_is_real(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    first = re.findall(r"```python\n(.*?)```", text, re.S)[0]
+    (tmp_path / "alibi.py").write_text(first.split("fast = ")[0])
+    done = subprocess.run([sys.executable, "alibi.py"], capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    shown = text.split("explain` prints what was derived")[1].split("The causal mask was derived")[0].partition(":")[2]
+    assert shown.split() == done.stdout.split(), done.stderr or done.stdout
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
