@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .codegen.gpu import current
-from .errors import PlanError
+from .errors import FlashFXError, PlanError
 from .report import Report, SiteReport
 from .region import Region
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def dump(folder: Path, before: str, gm: fx.GraphModule, regions: list[Region], process: int) -> Path:
-    """Write before.py, after.py, report.txt, report.json and one runnable kernel file per distinct fused site.
+    """Write before.py, after.py, report.txt, report.json, report.html (with pygments installed) and one runnable kernel file per distinct fused site.
 
     Returns the new folder below `folder`, named by process and number, so that ranks and recompiles do not collide.
     """
@@ -34,6 +34,10 @@ def dump(folder: Path, before: str, gm: fx.GraphModule, regions: list[Region], p
     (target / "after.py").write_text(gm.print_readable(print_output=False))
     (target / "report.txt").write_text(f"{report}\n")
     (target / "report.json").write_text(report.to_json() + "\n")
+    try:
+        report.to_html(target / "report.html")
+    except FlashFXError as error:
+        log.info("no report.html: %s", error)
     written: set[str] = set()
     for number, site in enumerate(report):
         if not site.fused:

@@ -101,6 +101,7 @@ def test_readme_code_runs(tmp_path):
     script.write_text("\n".join(blocks))
     subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path)
 
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the output shown is that of a machine without a GPU")
 def test_readme_output_is_real(tmp_path):
     text = (ROOT / "README.md").read_text()
@@ -114,7 +115,6 @@ def test_readme_output_is_real(tmp_path):
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_op_rows_are_complete(name):
     """Every row: a PyTorch meaning that agrees with its constant folding, a Triton text, derivatives that parse."""
-    import torch
     row = OPS[name]
     assert row.triton and callable(row.torch)
     if row.evaluate is not None:
