@@ -9,7 +9,6 @@ from ..spec import AttentionSpec
 from . import plan as planning
 from .plan import Plan
 from .schedules import hopper
-from .tiles import TileCounts
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products of a tile: Q K^T and P V; and in the backward Q K^T, dO V^T, dV, dK, dQ (FlashAttention-2, section 3.2)."""
 
 
-def floors(problem: Problem, plan: Plan, tiles: TileCounts, moved: int) -> dict[str, float]:
-    """Least seconds of one call by resource, at the card's rates: device memory (`moved` bytes), matrix units, exponentials. The largest binds."""
-    elements = (tiles.full + tiles.partial) * plan.BLOCK_M * plan.BLOCK_N
+def floors(problem: Problem, plan: Plan, elements: int, moved: int) -> dict[str, float]:
+    """Least seconds of one call by resource, at the card's rates: device memory (`moved` bytes), matrix units and exponentials (for `elements`, the
+    scores that are computed). The largest binds."""
     products = PRODUCTS[plan.direction] + 2 * (plan.direction == "backward" and plan.rows is not None)  # two kernels compute the scores and dP twice
     exps = elements * (2 if plan.direction == "backward" and plan.rows is not None else 1)
     return {"device memory": moved / plan.gpu.bandwidth, "matrix products": products * elements * (problem.D + problem.Dv) / plan.gpu.matrix_rate,

@@ -136,4 +136,5 @@ class Region:
 
     @property
     def fused(self) -> bool:
+        """Is the site rewritten?"""
         return self.refusal is None and self.spec is not None

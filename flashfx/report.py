@@ -21,14 +21,17 @@ class SiteReport:
 
     @property
     def fused(self) -> bool:
+        """Is the site rewritten?"""
         return self.region.fused
 
     @property
     def spec(self):
+        """What the site computes, an `AttentionSpec`; None if that was not understood."""
         return self.region.spec
 
     @property
     def refusal(self) -> Refusal | None:
+        """Why the site is left alone, or None."""
         return self.region.refusal
 
     @functools.cached_property
@@ -38,6 +41,7 @@ class SiteReport:
 
     @functools.cached_property
     def backward_plan(self):
+        """The backward plan. Raises PlanError if no tile fits."""
         return self._plan("backward")
 
     def _plan(self, direction: str):
@@ -68,9 +72,10 @@ class SiteReport:
     def tiles(self):
         """Tiles skipped, full and partial under the forward plan."""
         from .codegen.blocks import count
+        from .codegen.picture import EVALUATED
         from .codegen.tiles import classify
         p = self.region.problem
-        if self.plan.listed and not self.spec.visible.loads and p.M * p.N <= 2 ** 24:
+        if self.plan.listed and not self.spec.visible.loads and p.M * p.N <= EVALUATED:
             return count(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes), {})
         return classify(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes))
 
@@ -84,10 +89,12 @@ class SiteReport:
         the least seconds by resource, the largest of which binds. Raises PlanError if no tile fits."""
         from .codegen import choices
         plan, moved, p = self.plan if direction == "forward" else self.backward_plan, self.traffic(direction), self.region.problem
+        tiles = self.tiles()
+        computed = (tiles.full + tiles.partial) * self.plan.BLOCK_M * self.plan.BLOCK_N
         own = dataclasses.asdict(dataclasses.replace(plan, rows=None, dense=None)) | {"gpu": plan.gpu.name}
         return {"plan": own, "text": str(plan), "choices": [dataclasses.asdict(c) for c in choices.choices(self.spec, p, plan)],
                 "bytes": {"before": moved.before, "after": moved.after, "least": min(choices.compulsory(self.spec, p, direction), moved.after)},
-                "seconds": choices.floors(p, plan, self.tiles(), moved.after)}
+                "seconds": choices.floors(p, plan, computed, moved.after)}
 
     def as_dict(self) -> dict[str, Any]:
         """The whole record of the site and all that is derived from it, as JSON has it; `kernel` is a key of the report's "kernels"."""
@@ -104,6 +111,7 @@ class SiteReport:
 
     @property
     def directions(self) -> tuple[str, ...]:
+        """What a call runs: "forward", and "backward" in training."""
         return ("forward", "backward") if self.training else ("forward",)
 
     def _at_run_time(self) -> str:

@@ -38,6 +38,8 @@ BLOCK = 128
 
 
 class EmptyRow(enum.Enum):
+    """What a row without any visible key yields: see the module's docstring."""
+
     NAN = "nan"
     ZERO = "zero"
     MEAN = "mean"
@@ -135,6 +137,7 @@ class AttentionSpec:
 
     @property
     def is_masked(self) -> bool:
+        """Is any key hidden from any query?"""
         return self.visible != TRUE
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashfx.expr import QK, TRUE, Const, Expr, Var, call, cast, conjunction, substitute
+from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute
 from flashfx.spec import AttentionSpec, EmptyRow
 
 from .find import DROPOUTS, REORDERED, Site, carries, has_product_above

@@ -64,6 +64,19 @@ def test_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_public_names_are_documented():
+    """Where they stand: `help(flashfx.explain)` says what it takes, returns and raises."""
+    import inspect
+    import flashfx
+    for name in flashfx.__all__:
+        found = getattr(flashfx, name)
+        if callable(found):
+            assert found.__doc__ and len(found.__doc__.split()) > 8, name
+            for member, what in vars(found).items() if inspect.isclass(found) else ():
+                if not member.startswith("_") and (inspect.isfunction(what) or isinstance(what, property)):
+                    assert what.__doc__, f"{name}.{member}"
+
+
 def test_a_plain_checkout_registers_the_backend():
     """Without site-packages' record of an install; still no heavy import."""
     code = ("import sys, torch; from importlib import metadata; F = metadata.MetadataPathFinder; real = F.find_distributions;"
