@@ -30,7 +30,7 @@ def choices(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[Choice, 
     own = (plan.BLOCK_M, plan.BLOCK_N, plan.num_warps, plan.num_stages)
     for m, n, warps, stages in dict.fromkeys([*_ladder(spec, problem, plan), own]):
         if plan.schedule == "hopper":
-            shared = hopper.shared_bytes(plan.kernel, problem, m, n, stages)
+            shared = hopper.shared_bytes(plan.kernel, spec, problem, m, n, stages, plan.tiled)
             registers, limit = hopper.registers_per_thread(plan.kernel, problem, m, n, hopper.is_heavy(spec)), hopper.register_limit(plan.kernel, m)
         else:
             shared = planning.shared_bytes(plan.kernel, (m, n, warps, stages), problem, spec, gpu)

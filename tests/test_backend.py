@@ -322,7 +322,7 @@ def test_dump_writes_runnable_files(tmp_path):
     q, k, v = qkv()
     torch.compile(causal, backend="flashfx", options={"inner": "eager", "dump": str(tmp_path)})(q, k, v)
     folder, = tmp_path.iterdir()
-    assert {p.name for p in folder.iterdir()} == {"before.py", "after.py", "report.txt", "report.json", "kernel_0.py"}
+    assert {p.name for p in folder.iterdir()} == {"before.py", "after.py", "report.txt", "report.json", "report.html", "kernel_0.py"}
     assert "softmax" in (folder / "before.py").read_text() and "flashfx.attention" in (folder / "after.py").read_text()
     assert json.loads((folder / "report.json").read_text())["sites"][0]["fused"] is True
     done = subprocess.run([sys.executable, str(folder / "kernel_0.py")], capture_output=True, text=True,
