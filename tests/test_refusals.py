@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._functorch import config as functorch_config
 
 import flashfx
+from flashfx.backend import _no_kernel
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan
 from flashfx.passes import index as indexing
@@ -187,6 +188,11 @@ def size_of(monkeypatch, x):
     return indexing.head_size(x)
 
 
+def on_amd(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    return _no_kernel(SPEC, None, torch.device("cuda"))
+
+
 def fails(site, vg, reached):
     raise ValueError("a fault")
 
@@ -213,6 +219,7 @@ DIRECT = {
     "no node of the graph holds the number zf3": lambda m: emitter().number(type("F", (), {"node": SimpleNamespace(expr=0), "__str__": lambda x: "zf3"})()),
     "the head size u0 depends on data": lambda m: size_of(m, Size("u0", False)),
     "the head size s3 follows from other sizes": lambda m: size_of(m, Size("s3", True)),
+    "the generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's": lambda m: on_amd(m),
     "None is no scalar": lambda m: Puller.operand(None, None, ()),
     "the generated kernels take float16, bfloat16 and float32, not float64; float64 runs in the tiled PyTorch schedule":
         lambda m: make_plan(SPEC, Problem((), 64, 64, 64, 64, "float64", "float64"), BY_NAME["A100"], "forward"),
