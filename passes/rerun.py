@@ -23,12 +23,13 @@ class Rerun:
     data     value -> its sampled data in float64; a value that is not in it and has no inputs is sampled when it is met
     double   compute in float64 on the CPU, where a result that overflows in the model's dtype is infinite; else as the model does, where it does
     rounded  round the data to the model's dtypes first
+    moved    then move each number by at most one rounding step: results differ as much as rounding makes them
     gradients of what is read are recorded for `leaves`
     """
 
     def __init__(self, vg: ValueGraph, data: dict[Value, torch.Tensor], sample: Callable[[Value], torch.Tensor], *, double: bool, rounded: bool,
-                 leaves: list[Value]):
-        self.vg, self.double, self.rounded, self.sample = vg, double, rounded, sample
+                 leaves: list[Value], moved: bool = False):
+        self.vg, self.double, self.rounded, self.sample, self.moved = vg, double, rounded, sample, moved
         self.overflows: list[Value] = []
         self.values: dict[Value, Any] = {}
         self.nodes: dict[fx.Node, Any] = {}
@@ -42,6 +43,8 @@ class Rerun:
         if not t.is_floating_point():
             return t if self.double else t.to(v.fake.device)
         t = t.to(v.dtype) if self.rounded else t
+        if self.moved:
+            t = t * (1 + torch.finfo(t.dtype).eps * torch.randint(-1, 2, t.shape, generator=torch.Generator().manual_seed(v.number))).to(t.dtype)
         return t.double().clone() if self.double else t.to(v.fake.device).clone()
 
     # ------------------------------------------------------------------ the original

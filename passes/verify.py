@@ -73,20 +73,27 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph, replaced: dict[fx.Node, f
 
 
 def _in_model_dtype(site, runs, pairs, step, names, scores: int) -> list[Checked]:
-    """As the model computes, where it does, against the original in float64 on the same rounded data: at most twice the original's own error and rounding."""
+    """As the model computes, where it does, against the original in float64 on the same rounded data: at most twice the original's own error, rounding, and how
+    far the original moves when its data move by a rounding step."""
     dtype, found = str(site.out.dtype).removeprefix("torch."), []
-    exact, low = runs(double=True, rounded=True), runs(double=False, rounded=True)
+    exact, low, near = runs(double=True, rounded=True), runs(double=False, rounded=True), runs(double=False, rounded=True, moved=True)
     outs, theirs, ours = [exact.value(v) for v, _ in pairs], [low.value(v) for v, _ in pairs], [low.node(n, step) for _, n in pairs]
+    shaken = [near.value(v) for v, _ in pairs]
+    moves = {"out" if n == 0 else f"result {n}": _error(a, b) for n, (a, b) in enumerate(zip(shaken, theirs))}
+    beside = {name: g for name, g, _ in _gradients(near, shaken, shaken, names)}
     rows = [("out" if n == 0 else f"result {n}", a, t, e) for n, (a, t, e) in enumerate(zip(ours, theirs, outs))]
     of_exact = {name: e for name, _, e in _gradients(exact, outs, outs, names)}
-    rows += [(f"gradient of {name}", a, t, of_exact[name]) for name, a, t in _gradients(low, ours, theirs, names) if name in of_exact]
+    for name, a, t in _gradients(low, ours, theirs, names):
+        if name in of_exact:
+            rows.append((f"gradient of {name}", a, t, of_exact[name]))
+            moves[f"gradient of {name}"] = _error(beside[name], t) if name in beside else 0.0
     scale = max([_largest(e) for what, *_, e in rows if what.startswith("gradient")], default=0.0)
     for what, a, t, e in rows:
         steps = max(2.0, math.sqrt(scores / max(e.numel(), 1)))  # rounding of sums over the scores grows as the root of their number
         band = steps * torch.finfo(site.out.dtype).eps * max(_largest(e), scale if what.startswith("gradient") else 0.0)
         own = _error(t, e)
         if own < math.inf:  # the original overflows: no measure
-            found.append(Checked(what, dtype, _error(a, e), 2 * own + band))
+            found.append(Checked(what, dtype, _error(a, e), 2 * own + band + (moves[what] if moves[what] < math.inf else 0.0)))
     return found
 
 
