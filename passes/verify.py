@@ -105,8 +105,8 @@ def _sources(pairs: list[tuple[Value, fx.Node]], vg: ValueGraph, step: int) -> l
         if n in seen:
             continue
         seen.add(n)
-        if n not in vg.steps:
-            todo.extend(n.all_input_nodes)
+        if n not in vg.steps:  # what is asked for its size alone is not read
+            todo.extend(n.all_input_nodes if n.target is not torch.ops.aten.sym_size.int else ())
         elif (held := vg.held(n, step)) is not None and held not in vg.constants:
             read.append(held)
     passed = {v for old, _ in pairs for v in upstream(old, lambda v: [] if v in read else v.inputs)}
