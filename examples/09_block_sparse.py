@@ -13,7 +13,7 @@ Output:
                     tiles   3024 (74%) tiles skipped, 848 (21%) full, 224 (5%) partial
     dilated_window  error …   where ((i - j) % 4 == 0) & (abs(i - j) <= 1024)
                     tiles   960 (23%) tiles skipped, 0 (0%) full, 3136 (77%) partial
-    longformer      error …   where (j <= i + 256) & (j > i - 257) | (i <= 15) | (j <= 15)
+    longformer      error …   where (abs(i - j) <= 256) | (i <= 15) | (j <= 15)
                     tiles   2496 (61%) tiles skipped, 736 (18%) full, 864 (21%) partial
     big_bird        error …   where (abs(i // 128 - j // 128) <= 1) | (i // 128 == 0) | (i // 128 == 15) | (j // 128 == 0) | (j // 128 == 15) | mask[i // 128, j // 128]
                     tiles   0 (0%) tiles skipped, 1184 (29%) full, 2912 (71%) partial, at most what the tensors at run time leave; blocks of 128 that the data hide are skipped too, fully visible ones read without the mask
