@@ -60,28 +60,27 @@ def classify(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, si
         full += tiles(full_start, full_stop)
         partial += tiles(start, full_start) + tiles(full_stop, stop)
     exact = {load.name for load in spec.visible.loads} <= set(tensors or {})
-    return TileCounts(len(ends) * -(-N // BLOCK_N) - full - partial, full, partial, exact)
+    skipped = len(ends) * -(-N // BLOCK_N) - full - partial
+    alike = math.prod(extents) * -(-M // BLOCK_M) // len(ends)
+    return TileCounts(alike * skipped, alike * full, alike * partial, exact)
 
 
 def tile_bounds(spec: AttentionSpec, BLOCK_M: int, M: int, N: int, sizes: Sequence[int] = (), tensors: Mapping[str, torch.Tensor] | None = None,
                 first: bool = False) -> list[tuple[int, int, int, int]]:
-    """(lo, hi, full_lo, full_hi) of each row of tiles, of all batch indices in turn or of the first alone. Arguments as `classify`."""
-    extents = tuple(sizes[: len(spec.axes)]) or (1,) * len(spec.axes)
-    if first:
-        extents = (1,) * len(spec.axes)
+    """(lo, hi, full_lo, full_hi) of each row of tiles, of all batch indices on which they depend in turn, or of the first alone. Arguments as `classify`."""
     tensors, missing = dict(tensors or {}), {load.name for load in spec.visible.loads} - set(tensors or {})
-    visible = _optimistic(spec.visible, missing)
+    found = bounds(_optimistic(spec.visible, missing), "j")
+    ends = (found.lo, found.hi, found.full_lo, found.full_hi)
+    extents = dict(zip(spec.axes, sizes))
+    used = [axis for axis in spec.axes if any(axis in e.variables for e in ends)]
+    shape = [1 if first else extents.get(axis, 1) for axis in used] + [-(-M // BLOCK_M)]
     env = {"M": M, "N": N, **dict(zip(spec.sizes, sizes[len(spec.axes):]))}
-    rank = len(extents) + 1
-    for d, (name, extent) in enumerate(zip(spec.axes, extents)):
-        env[name] = torch.arange(extent).reshape([-1 if p == d else 1 for p in range(rank)])
+    for d, axis in enumerate(used):
+        env[axis] = torch.arange(shape[d]).reshape([-1 if p == d else 1 for p in range(len(shape))])
     env["i0"] = torch.arange(0, M, BLOCK_M)
     env["i1"] = (env["i0"] + BLOCK_M).clamp(max=M) - 1
     tensors = {name: t.cpu() for name, t in tensors.items()}
-    shape = (*extents, len(env["i0"]))
-    found = bounds(visible, "j")
-    return list(zip(*(evaluate(e, env, tensors, None, torch.float64).expand(shape).flatten().tolist()
-                      for e in (found.lo, found.hi, found.full_lo, found.full_hi))))
+    return list(zip(*(evaluate(e, env, tensors, None, torch.float64).expand(shape).flatten().tolist() for e in ends)))
 
 
 def _optimistic(visible: Expr, missing: set[str]) -> Expr:
