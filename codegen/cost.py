@@ -21,8 +21,9 @@ from .parts import chunks, peel
 from .plan import WIDTHS, Plan, registers_per_thread
 from .tiles import classify
 
-SYMBOLS = "Z M N D E W BLOCK_M BLOCK_N T"
-"""Batch indices, queries, keys, head sizes of q and k (D) and of v (E), bytes of an element, tile sizes, visible tiles over all batch indices."""
+SYMBOLS = "Z G M N D E W BLOCK_M BLOCK_N T"
+"""Batch indices, how many of them share keys (grouped queries), queries, keys, head sizes of q and k (D) and of v (E), bytes of an element, tile sizes, visible tiles over all batch indices."""
+ELEMENT = {"bool": 1, "int": 8}
 LSE = 4
 """Bytes of a log-sum-exp, a delta, an element of dQ's float32 sum."""
 
@@ -49,17 +50,17 @@ class Work:
 def formulas() -> dict[str, Work]:
     """Kernel -> its formulas. "one_pass" is the Hopper backward, "keys" and "rows" are the two of the portable one."""
     import sympy
-    Z, M, N, D, E, W, m, n, T = sympy.symbols(SYMBOLS, positive=True, integer=True)
-    rows, keys, tile = Z * sympy.ceiling(M / m), Z * sympy.ceiling(N / n), m * n * T
-    q, k = Z * M * W, Z * N * W
+    Z, G, M, N, D, E, W, m, n, T = sympy.symbols(SYMBOLS, positive=True, integer=True)
+    rows, keys, tile = Z * sympy.ceiling(M / m), Z / G * sympy.ceiling(N / n), m * n * T
+    q, k = Z * M * W, Z / G * N * W
     vectors = 2 * LSE * Z * M
     return {
         # Q K^T and P V; k and v are read again by every row of tiles but the first
-        "forward": Work(2 * tile * (D + E), tile, (q + k) * (D + E) + LSE * Z * M, W * (D + E) * (T * n - Z * N), rows),
+        "forward": Work(2 * tile * (D + E), tile, (q + k) * (D + E) + LSE * Z * M, W * (D + E) * (T * n - Z / G * N), rows),
         # Q K^T, dO V^T, P^T dO, dS^T Q; q, dO, lse and delta again by every column of tiles but the first
         "keys": Work(2 * tile * 2 * (D + E), tile, q * (D + E) + 2 * k * (D + E) + vectors, (W * (D + E) + 2 * LSE) * (T * m - Z * M), keys),
         # Q K^T, dO V^T, dS K
-        "rows": Work(2 * tile * (2 * D + E), tile, q * (2 * D + E) + k * (D + E) + vectors, W * (D + E) * (T * n - Z * N), rows),
+        "rows": Work(2 * tile * (2 * D + E), tile, q * (2 * D + E) + k * (D + E) + vectors, W * (D + E) * (T * n - Z / G * N), rows),
         # those of "keys" and dS K; dQ is added to in float32, once for every visible tile
         "one_pass": Work(2 * tile * (3 * D + 2 * E), tile, q * (D + E) + 2 * k * (D + E) + vectors + LSE * Z * M * D,
                          (W * (D + E) + 2 * LSE + LSE * D) * (T * m - Z * M), keys),
@@ -81,10 +82,10 @@ def limit(kernel: str):
     """Bytes that tiles are read again, over N^2 d^2 / S, for M = N, E = D = d, all tiles visible and tiles that fill an SRAM of S bytes as in
     FlashAttention's Algorithm 1 (S / 4 for each of four tiles), as N grows: the constant of Theorem 2 and of Theorem 5."""
     import sympy
-    Z, M, N, D, E, W, m, n, T = sympy.symbols(SYMBOLS, positive=True, integer=True)
+    Z, G, M, N, D, E, W, m, n, T = sympy.symbols(SYMBOLS, positive=True, integer=True)
     S = sympy.Symbol("S", positive=True)
     block = S / (4 * D * W)
-    again = formulas()[kernel].again.subs({E: D, M: N}).subs({m: block, n: block, T: Z * (N / block) ** 2})
+    again = formulas()[kernel].again.subs({E: D, M: N}).subs({G: 1, m: block, n: block, T: Z * (N / block) ** 2})
     return sympy.limit(sympy.simplify(again / (Z * N ** 2 * D ** 2 / S)), N, sympy.oo)
 
 
@@ -151,16 +152,21 @@ class Cost:
                 f"programs {us(self.turns)}{tail}; device memory {us(self.memory)}, L2 cache {us(self.cache)})")
 
 
+def kernels(plan: Plan) -> tuple[tuple[str, Plan], ...]:
+    """Names in `formulas` and plans of the kernels of a plan, in the order in which they run."""
+    if plan.direction == "forward":
+        return (("forward", plan),)
+    if plan.rows is None:
+        return ("delta", plan), ("one_pass", plan), ("sum", plan)
+    return ("delta", plan), ("rows", plan.rows), ("keys", plan)
+
+
 def predict(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[Cost, ...]:
     """Predicted cost of each kernel of a plan, in the order in which they run.
 
     Tiles that only captured tensors hide count as visible. A call of a fraction of a millisecond: closed forms, no search.
     """
-    if plan.direction == "forward":
-        return (_cost("forward", spec, problem, plan),)
-    if plan.rows is None:
-        return _cost("delta", spec, problem, plan), _cost("one_pass", spec, problem, plan), _cost("sum", spec, problem, plan)
-    return _cost("delta", spec, problem, plan), _cost("rows", spec, problem, plan.rows), _cost("keys", spec, problem, plan)
+    return tuple(_cost(kernel, spec, problem, own) for kernel, own in kernels(plan))
 
 
 def seconds(spec: AttentionSpec, problem: Problem, plan: Plan) -> float:
@@ -168,18 +174,37 @@ def seconds(spec: AttentionSpec, problem: Problem, plan: Plan) -> float:
     return sum(c.seconds for c in predict(spec, problem, plan))
 
 
-def _cost(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -> Cost:
-    z, gpu = math.prod(problem.extents), plan.gpu
+def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
+    """Bytes that all kernels of a plan read and write with SRAM as the only cache, as the papers count them."""
+    return round(sum(sum(_evaluated(kernel, spec, problem, own)[2:4]) for kernel, own in kernels(plan)))
+
+
+def _evaluated(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[float, ...]:
+    """The formulas' values: products, exps, bytes once, bytes again, programs. Pieces of a head count in full."""
     counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
+    visible = counts.full + counts.partial
     head, v_head = (sum(c.width for c in chunks(d)) for d in (problem.D, problem.Dv))
-    products, exps, once, again, outer = _compiled(kernel)(z, problem.M, problem.N, head, v_head, WIDTHS[problem.dtype], plan.BLOCK_M, plan.BLOCK_N,
-                                                           counts.full + counts.partial)
-    memory, cache = once / (gpu.bandwidth * BANDWIDTH), (once + max(again, 0)) / (gpu.bandwidth * CACHE)
-    if kernel in ("delta", "sum"):
+    z = math.prod(problem.extents)
+    own = math.prod(e for axis, e in zip(spec.axes, problem.extents) if axis in spec.k | spec.v)
+    products, exps, once, again, outer = _compiled(kernel)(z, z // own, problem.M, problem.N, head, v_head, WIDTHS[problem.dtype],
+                                                           plan.BLOCK_M, plan.BLOCK_N, visible)
+    if products:
+        extents = dict(zip(spec.axes, problem.extents))
+        for load in spec.loads:
+            if {"i", "j"} <= load.variables:  # a bias or a mask with an element for every query and key, of the axes that it has
+                width = WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind]
+                own = min(visible * plan.BLOCK_M * plan.BLOCK_N, problem.M * problem.N * math.prod(extents[a] for a in spec.axes if a in load.variables))
+                once, again = once + width * own, again + width * (visible * plan.BLOCK_M * plan.BLOCK_N - own)
+    return products, exps, once, max(again, 0), outer
+
+
+def _cost(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -> Cost:
+    gpu = plan.gpu
+    products, exps, once, again, outer = _evaluated(kernel, spec, problem, plan)
+    memory, cache = once / (gpu.bandwidth * BANDWIDTH), (once + again) / (gpu.bandwidth * CACHE)
+    if not products:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, 1.0)
-    rate = RATES[plan.schedule, kernel]
-    at_once = gpu.sms * _resident(kernel, problem, plan)
-    mean = outer / at_once
+    rate, mean = RATES[plan.schedule, kernel], outer / (gpu.sms * _resident(kernel, problem, plan))
     matrix = products / (_matrix_rate(problem, gpu) * rate.matrix)
     special = exps * (1 + _functions(spec)) / (gpu.exp_rate * rate.special)
     return Cost(kernel, matrix, special, memory, cache, mean * rate.turn, math.ceil(mean) / mean if mean < 4 else 1.0 + 0.5 / mean)

@@ -67,7 +67,7 @@ class SiteReport:
         """Predicted bytes to and from device memory, before and after."""
         from .codegen import traffic
         plan = self.plan if direction == "forward" else self.backward_plan
-        return getattr(traffic, direction)(self.spec, self.region.problem, plan, self.region.called)
+        return traffic.predict(self.spec, self.region.problem, plan, self.region.called)
 
     def tiles(self):
         """Tiles skipped, full and partial under the forward plan."""

@@ -43,11 +43,11 @@ def test_formulas_count_what_a_tiling_does(variant, m, n, M, D, Dv):
     z, found = 6, counted(s, p, m, n, "k")
     tiles = classify(s, m, n, M, M, p.extents)
     assert tiles.full + tiles.partial == found["tiles"]
-    products, exps, once, again, outer = cost._compiled("forward")(z, M, M, D, Dv, 2, m, n, found["tiles"])
+    products, exps, once, again, outer = cost._compiled("forward")(z, 1, M, M, D, Dv, 2, m, n, found["tiles"])
     assert (products, exps, outer) == (found["products"], found["exps"], z * -(-M // m))
     assert once + again == found["inner"] + z * M * (D + Dv) * 2 + cost.LSE * z * M  # q, out and the log-sum-exp
     found = counted(s, p, m, n, "q")
-    products, _, once, again, _ = cost._compiled("keys")(z, M, M, D, Dv, 2, m, n, found["tiles"])
+    products, _, once, again, _ = cost._compiled("keys")(z, 1, M, M, D, Dv, 2, m, n, found["tiles"])
     assert products == 2 * found["products"]
     assert once + again == found["inner"] + 2 * z * M * (D + Dv) * 2  # k, v and their gradients
 
@@ -65,7 +65,7 @@ def test_the_theorems_are_the_limits():
 def test_block_sparse_accesses_shrink_with_the_visible_share(share):
     """Proposition 4: Theta(N d + N^2 d^2 s / S)."""
     n, d = 2 ** 14, 64
-    read = lambda part: sum(cost._compiled("forward")(1, n, n, d, d, 2, 128, 128, part * (n / 128) ** 2)[2:4])
+    read = lambda part: sum(cost._compiled("forward")(1, 1, n, n, d, d, 2, 128, 128, part * (n / 128) ** 2)[2:4])
     fixed = 2 * n * d * 2 + cost.LSE * n  # q and out
     assert math.isclose(read(share) - fixed, share * (read(1.0) - fixed), rel_tol=1e-9)
 
@@ -102,6 +102,16 @@ def test_every_plan_has_a_cost_that_says_what_binds(variant):
         for direction in ("forward", "backward"):
             for one in cost.predict(s, p, make_plan(s, p, gpu, direction)):
                 assert 0 < one.seconds < 1 and one.tail >= 1 and one.binds in str(one)
+
+
+def test_grouped_queries_read_their_keys_once():
+    """Two queries to a key: half the bytes of keys and values, the same products."""
+    p = Problem((2, 4, 2), 512, 512, 64, 64, "bfloat16", "bfloat16")
+    plan = make_plan(spec(CORE["full"], "gqa"), p, BY_NAME["H200"], "forward")
+    alone = Problem((2, 8), 512, 512, 64, 64, "bfloat16", "bfloat16")
+    found, whole = cost._evaluated("forward", spec(CORE["full"], "gqa"), p, plan), cost._evaluated("forward", spec(CORE["full"]), alone, plan)
+    assert found[0] == whole[0]
+    assert whole[2] - found[2] == 2 * 4 * 512 * (64 + 64) * 2  # eight batch indices fewer
 
 
 def test_what_binds_is_what_there_is_most_of():
