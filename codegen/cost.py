@@ -64,6 +64,8 @@ def formulas() -> dict[str, Work]:
         # those of "keys" and dS K; dQ is added to in float32, once for every visible tile
         "one_pass": Work(2 * tile * (3 * D + 2 * E), tile, q * (D + E) + 2 * k * (D + E) + vectors + LSE * Z * M * D,
                          (W * (D + E) + 2 * LSE + LSE * D) * (T * m - Z * M), keys),
+        # Q K^T, dO V^T: the gradient of a bias, a tile to a program
+        "dense": Work(2 * tile * (D + E), tile, q * (D + E) + k * (D + E) + vectors, W * (D + E) * (T * (m + n) - Z * M - Z / G * N), rows * sympy.ceiling(N / n)),
         # delta = rowsum(dO * O), and dQ from its float32 sum: no products
         "delta": Work(sympy.Integer(0), sympy.Integer(0), 2 * Z * M * E * W + 3 * LSE * Z * M, sympy.Integer(0), rows),
         "sum": Work(sympy.Integer(0), sympy.Integer(0), Z * M * D * (2 * LSE + W), sympy.Integer(0), rows),
@@ -110,6 +112,7 @@ RATES = {
     ("triton", "forward"): Rate(0.81, 0.96, 2.9e-6),
     ("triton", "keys"): Rate(0.60, 4.0, 1.7e-6),
     ("triton", "rows"): Rate(0.60, 4.0, 1.7e-6),
+    ("triton", "dense"): Rate(0.40, 0.60, 1.7e-6),
 }
 BANDWIDTH, CACHE = 0.85, 2.5
 """Of the device memory's bandwidth: sustained, and what the L2 cache delivers beside it."""
@@ -156,9 +159,10 @@ def kernels(plan: Plan) -> tuple[tuple[str, Plan], ...]:
     """Names in `formulas` and plans of the kernels of a plan, in the order in which they run."""
     if plan.direction == "forward":
         return (("forward", plan),)
+    dense = (("dense", plan.dense),) if plan.dense is not None and not plan.stored else ()
     if plan.rows is None:
-        return ("delta", plan), ("one_pass", plan), ("sum", plan)
-    return ("delta", plan), ("rows", plan.rows), ("keys", plan)
+        return ("delta", plan), ("one_pass", plan), ("sum", plan), *dense
+    return ("delta", plan), ("rows", plan.rows), ("keys", plan), *dense
 
 
 def predict(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[Cost, ...]:
