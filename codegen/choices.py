@@ -53,19 +53,6 @@ def _ladder(spec: AttentionSpec, problem: Problem, plan: Plan) -> list[tuple[int
     return planning._ladder(plan.kernel, spec, problem, plan.gpu)
 
 
-PRODUCTS = {"forward": 2, "backward": 5}
-"""Matrix products of a tile: Q K^T and P V; and in the backward Q K^T, dO V^T, dV, dK, dQ (FlashAttention-2, section 3.2)."""
-
-
-def floors(problem: Problem, plan: Plan, elements: int, moved: int) -> dict[str, float]:
-    """Least seconds of one call by resource, at the card's rates: device memory (`moved` bytes), matrix units and exponentials (for `elements`, the
-    scores that are computed). The largest binds."""
-    products = PRODUCTS[plan.direction] + 2 * (plan.direction == "backward" and plan.rows is not None)  # two kernels compute the scores and dP twice
-    exps = elements * (2 if plan.direction == "backward" and plan.rows is not None else 1)
-    return {"device memory": moved / plan.gpu.bandwidth, "matrix products": products * elements * (problem.D + problem.Dv) / plan.gpu.matrix_rate,
-            "exponentials": exps / plan.gpu.exp_rate}
-
-
 def compulsory(spec: AttentionSpec, problem: Problem, direction: str) -> int:
     """Bytes that any kernel has to move: each operand and result once, each captured tensor once."""
     extents = dict(zip(spec.axes, problem.extents))

@@ -178,6 +178,12 @@ def seconds(spec: AttentionSpec, problem: Problem, plan: Plan) -> float:
     return sum(c.seconds for c in predict(spec, problem, plan))
 
 
+def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
+    """Predicted seconds of some kernels by resource, as `Cost.binds` names them."""
+    named = {"matrix units": "matrix", "special functions": "special", "starting and ending programs": "turns", "device memory": "memory", "L2 cache": "cache"}
+    return {name: sum(getattr(c, field) for c in costs) for name, field in named.items()}
+
+
 def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes that all kernels of a plan read and write with SRAM as the only cache, as the papers count them."""
     return round(sum(sum(_evaluated(kernel, spec, problem, own)[2:4]) for kernel, own in kernels(plan)))

@@ -1,6 +1,7 @@
 """How a mask cuts the score matrix into tiles that are skipped, full or partial; the kernels cut by the same arithmetic."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Mapping, Sequence
 

@@ -41,6 +41,14 @@ def human(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def duration(seconds: float) -> str:
+    """0.00123 -> "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
 def predict(spec: AttentionSpec, problem: Problem, plan: Plan, called: bool) -> Traffic:
     """Of the plan's direction. called: the site is a scaled_dot_product_attention call, which materialises its mask but not the scores."""
     z, forward = math.prod(problem.extents), plan.direction == "forward"

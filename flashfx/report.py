@@ -69,6 +69,11 @@ class SiteReport:
         plan = self.plan if direction == "forward" else self.backward_plan
         return traffic.predict(self.spec, self.region.problem, plan, self.region.called)
 
+    def costs(self, direction: str = "forward"):
+        """Predicted cost of each kernel that runs: `flashfx.codegen.cost.Cost`."""
+        from .codegen import cost
+        return cost.predict(self.spec, self.region.problem, self.plan if direction == "forward" else self.backward_plan)
+
     def tiles(self):
         """Tiles skipped, full and partial under the forward plan."""
         from .codegen.blocks import count
@@ -86,15 +91,15 @@ class SiteReport:
 
     def facts(self, direction: str = "forward") -> dict[str, Any]:
         """One direction's plan as plain data: tiles, why, what else was on the ladder, bytes before and after and the least there can be, and
-        the least seconds by resource, the largest of which binds. Raises PlanError if no tile fits."""
-        from .codegen import choices
+        predicted seconds, in all, by kernel and by resource (`flashfx.codegen.cost`). Raises PlanError if no tile fits."""
+        from .codegen import choices, cost
         plan, moved, p = self.plan if direction == "forward" else self.backward_plan, self.traffic(direction), self.region.problem
-        tiles = self.tiles()
-        computed = (tiles.full + tiles.partial) * self.plan.BLOCK_M * self.plan.BLOCK_N
+        costs = self.costs(direction)
         own = dataclasses.asdict(dataclasses.replace(plan, rows=None, dense=None)) | {"gpu": plan.gpu.name}
         return {"plan": own, "text": str(plan), "choices": [dataclasses.asdict(c) for c in choices.choices(self.spec, p, plan)],
                 "bytes": {"before": moved.before, "after": moved.after, "least": min(choices.compulsory(self.spec, p, direction), moved.after)},
-                "seconds": choices.floors(p, plan, computed, moved.after)}
+                "seconds": sum(c.seconds for c in costs), "kernels": [dataclasses.asdict(c) | {"seconds": c.seconds, "binds": c.binds} for c in costs],
+                "resources": cost.resources(costs)}
 
     def as_dict(self) -> dict[str, Any]:
         """The whole record of the site and all that is derived from it, as JSON has it; `kernel` is a key of the report's "kernels"."""
@@ -113,6 +118,12 @@ class SiteReport:
     def directions(self) -> tuple[str, ...]:
         """What a call runs: "forward", and "backward" in training."""
         return ("forward", "backward") if self.training else ("forward",)
+
+    def _time(self, direction: str) -> str:
+        from .codegen.traffic import duration
+        costs = self.costs(direction)
+        longest = max(costs, key=lambda c: c.seconds)
+        return f"about {duration(sum(c.seconds for c in costs))}, bound by {longest.binds}"
 
     def _at_run_time(self) -> str:
         """What a mask that only the data decides does to the tiles."""
@@ -140,6 +151,7 @@ class SiteReport:
             out.append(f"memory  forward {self.traffic()}")
             if self.training:
                 out.append(f"        backward {self.traffic('backward')}")
+            out += [f"{'time' if direction == 'forward' else '':<7} {direction} {self._time(direction)}" for direction in self.directions]
         except PlanError as error:
             out.append(f"plan    none: {error}")
         return out

@@ -60,7 +60,8 @@ def test_the_record_is_complete(report):
     fused, refused = found["sites"][0], found["sites"][3]
     assert AttentionSpec.parse(fused["spec"]) == report[0].spec and found["kernels"][fused["kernel"]] == report[0].kernel
     assert fused["forward"]["plan"]["BLOCK_M"] == report[0].plan.BLOCK_M and fused["backward"]["bytes"]["least"] <= fused["backward"]["bytes"]["after"]
-    assert fused["forward"]["choices"][0]["verdict"] == "chosen" and set(fused["forward"]["seconds"]) == {"device memory", "matrix products", "exponentials"}
+    assert fused["forward"]["choices"][0]["verdict"] == "chosen" and 0 < fused["forward"]["seconds"] < 1
+    assert [k["kernel"] for k in fused["backward"]["kernels"]] == ["delta", "rows", "keys"] and "device memory" in fused["forward"]["resources"]
     assert refused["refusal"]["node"] in [n["name"] for n in refused["before"]] and refused["reached"] and not refused["after"]
     assert {n["role"] for n in fused["before"]} >= {"q", "k", "v", "scores", "softmax", "output", "mask"}
     assert any(n["op"] == "flashfx.attention" and n["role"] == "new" for n in fused["after"])

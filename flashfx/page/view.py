@@ -5,7 +5,7 @@ import dataclasses
 import shlex
 from typing import Any
 
-from ..codegen.traffic import human
+from ..codegen.traffic import duration, human
 from ..errors import PlanError
 from ..report import Group, Report
 from . import drawing, mathml, source
@@ -25,15 +25,7 @@ def view(report: Report, sources: bool = True) -> dict[str, Any]:
     return {"title": report.about or "FlashFX report", "head": report.head, "note": report.note, "gpu": report.gpu.name, "total": len(report),
             "fused": report.fused, "alone": len(report) - report.fused, "graphs": report.graphs, "training": report.training,
             "before": human(totals["before"]), "after": human(totals["after"]), "ratio": totals["before"] / totals["after"] if totals["after"] else 0.0,
-            "saved": seconds(totals["seconds"]), "bandwidth": f"{report.gpu.bandwidth / 1e9:.0f} GB/s", "command": report.command, "groups": groups}
-
-
-def seconds(s: float) -> str:
-    """0.00123 -> "1.23 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(s) >= size:
-            return f"{s / size:.3g} {unit}"
-    return f"{s / 1e-9:.3g} ns"
+            "saved": duration(totals["seconds"]), "bandwidth": f"{report.gpu.bandwidth / 1e9:.0f} GB/s", "command": report.command, "groups": groups}
 
 
 def _group(report: Report, number: int, group: Group, sources: bool) -> dict[str, Any]:
@@ -107,13 +99,14 @@ def _plan(site, direction: str, count: int) -> dict[str, Any]:
     facts = site.facts(direction)
     plan, moved = facts["plan"], facts["bytes"]
     scale = max(moved["before"], 1)
-    binding = max(facts["seconds"].values()) or 1.0
+    binding = max(facts["resources"].values()) or 1.0
     ladder = facts["choices"]
     chosen = next(n for n, c in enumerate(ladder) if c["verdict"] == "chosen")
     gpu = site.gpu
     return {"direction": direction, "text": facts["text"], "plan": plan, "shared": plan["shared"] / gpu.shared_per_block,
             "shared_text": f"{plan['shared'] / 1024:.0f} of {gpu.shared_per_block // 1024} KiB", "reason": plan["reason"],
             "registers": ladder[chosen]["registers"], "choices": ladder[: chosen + 4],
-            "floors": [(name, seconds(s), s / binding, s == binding) for name, s in facts["seconds"].items()],
+            "resources": [(name, duration(s), s / binding, s == binding) for name, s in facts["resources"].items()],
+            "time": duration(facts["seconds"]),
             "bytes": [(name, human(moved[key] * count), moved[key] / scale) for name, key in (("before", "before"), ("after", "after"), ("lower bound", "least"))],
             "ratio": moved["before"] / moved["after"] if moved["after"] else 0.0}
