@@ -13,6 +13,16 @@ from .region import Refusal, Region
 from .spec import BLOCK
 
 
+def _with_numbers(method):
+    """Plans and tile counts evaluate masks: real tensors, though the caller may still be under his fake ones."""
+    @functools.wraps(method)
+    def run(*args, **kwargs):
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+        with unset_fake_temporarily():
+            return method(*args, **kwargs)
+    return run
+
+
 class SiteReport:
     """One attention site: `region`, and for a fused site its plans, kernels and predicted traffic on `gpu`."""
 
@@ -44,6 +54,7 @@ class SiteReport:
         """The backward plan. Raises PlanError if no tile fits."""
         return self._plan("backward")
 
+    @_with_numbers
     def _plan(self, direction: str):
         from .codegen.plan import make_plan
         if not self.fused:
@@ -63,17 +74,20 @@ class SiteReport:
         path.write_text(self.kernel)
         return path
 
+    @_with_numbers
     def traffic(self, direction: str = "forward"):
         """Predicted bytes to and from device memory, before and after."""
         from .codegen import traffic
         plan = self.plan if direction == "forward" else self.backward_plan
         return traffic.predict(self.spec, self.region.problem, plan, self.region.called)
 
+    @_with_numbers
     def costs(self, direction: str = "forward"):
         """Predicted cost of each kernel that runs: `flashfx.codegen.cost.Cost`."""
         from .codegen import cost
         return cost.predict(self.spec, self.region.problem, self.plan if direction == "forward" else self.backward_plan)
 
+    @_with_numbers
     def tiles(self):
         """Tiles skipped, full and partial under the forward plan."""
         from .codegen.blocks import count
@@ -84,6 +98,7 @@ class SiteReport:
             return count(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes), {})
         return classify(self.spec, self.plan.BLOCK_M, self.plan.BLOCK_N, p.M, p.N, (*p.extents, *p.sizes))
 
+    @_with_numbers
     def picture(self):
         """The mask as a grid of tiles: `flashfx.codegen.picture.Picture`."""
         from .codegen.picture import picture

@@ -137,3 +137,12 @@ def test_kernels_are_listed_shown_and_run(module, tmp_path, monkeypatch):
     assert done.returncode == 0 and "relative errors: out" in done.stdout, done.stderr
     _, _, error = run("kernels", "show", "nothing")
     assert str(error) == "0 kernels begin with 'nothing': python -m flashfx kernels list names them"
+
+
+def test_a_report_can_be_read_under_fake_tensors():
+    """Masks are evaluated for plans and pictures: with numbers, whatever mode the caller is in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 300, 64) for _ in range(3))
+        report = flashfx.explain(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+        assert "tiles" in str(report) and "skipped" in report.to_json()
