@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import flashfx
 from flashfx.codegen.load import write
 from flashfx.commands import app
 from flashfx.errors import FlashFXError
