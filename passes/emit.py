@@ -95,12 +95,21 @@ class Emitter(Held):
         """A node that holds `v`. Raises `Refused` where that needs a value that was changed in place."""
         if v not in self.nodes:
             found = self.holder(v)
-            if found is None:
+            if found is None and v in self.vg.relative.values():
+                found = self._shared(v)
+            elif found is None:
                 found = self._make(v)
                 if self.grad and v.stops_gradient:  # made again where gradients flow
                     found = self.call(_aten.detach.default, found)
             self.nodes[v] = found
         return self.nodes[v]
+
+    def _shared(self, v: Value) -> fx.Node:
+        """A tensor that is ours, emitted once for all layers."""
+        known = self.vg.__dict__.setdefault("_shared", {})
+        if (v, self.grad) not in known or known[v, self.grad][0] > self.step:
+            known[v, self.grad] = self.step, self._make(v)
+        return known[v, self.grad][1]
 
     def _make(self, v: Value) -> fx.Node:
         if (held := self._reshaped(v)) is not None:

@@ -18,6 +18,7 @@ from .constants import closed_form, dim
 from .find import has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, number, quotient, same, size
+from .relative import gathered
 from .rules import RULES, Product
 from .scalars import kind_of, rounded, simplified
 from .values import Refused, Value
@@ -214,6 +215,7 @@ class Puller:
             return self.leaf(v, x) if self._is_gone(e) and self.held.can(v) else e
         rule = RULES.get(v.name)
         result = rule(self, v, x) if rule is not None else self._pointwise(v, x)
+        result = result if result is not None else gathered(self, v, x)
         if result is not None and result.loads and (closed := self._closed(v, [self.expr(a) for a in x])) is not None:
             return closed
         if result is None or (v.dtype.is_floating_point and self._keeps_whole(v, result)) or self._is_gone(result) and self.held.can(v):

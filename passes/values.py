@@ -126,6 +126,7 @@ class ValueGraph:
     superseded what the model computes and, after `algebra`, nobody needs
     renormalised  softmaxes that the model wrote as weights times a mask, over their sum
     changing   Dynamo nodes that change a tensor in place
+    relative   tensors with one element for each j - i that `passes/relative.py` made for what the model gathers
     mode       the fake mode of the graph's example values
     """
 
@@ -138,6 +139,7 @@ class ValueGraph:
     superseded: set[Value] = field(default_factory=set)
     renormalised: set[Value] = field(default_factory=set)
     changing: set[fx.Node] = field(default_factory=set)
+    relative: dict[tuple, Value | None] = field(default_factory=dict)
     mode: Any = None
 
     @property

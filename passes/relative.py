@@ -1,0 +1,151 @@
+"""Tensors gathered at a position that depends on j - i alone: relative position tables, bucketed (T5) or clipped (Shaw et al. 2018).
+
+The buckets come from float arithmetic and casts in most models, which a kernel may not repeat: a rounding difference picks another bucket. So the
+graph goes on computing them, by the same calls in the same order, but for each of the M + N - 1 differences rather than for M x N pairs. The
+kernel reads the short table, and the gradient of the model's own is autograd's, over M + N - 1 rows.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashfx.expr import Const, Expr, Var, call
+
+from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, same, size
+from .maker import Maker, aten
+from .rules import RANDOM
+from .values import Value
+from .views import step_through
+
+if TYPE_CHECKING:
+    from .pull import Puller
+
+DIFFERENCE = call("sub", call("add", call("sub", Var("j"), Var("i")), Var("M")), Const(1))
+"""Where the short tensors hold what belongs to j - i, which is -(M - 1) at least."""
+_FILLS = {"full_like.default": lambda v: v.args[1], "full.default": lambda v: v.args[1], "new_full.default": lambda v: v.args[2],
+          **dict.fromkeys(("zeros.default", "zeros_like.default", "new_zeros.default"), lambda v: 0),
+          **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda v: 1)}
+_INTEGERS = {torch.int32, torch.int64}
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_BY_ELEMENT = ("_to_copy.default", "floor_divide.default")
+"""Pointwise ops that PyTorch does not tag as such."""
+
+
+def gathered(p: Puller, v: Value, x: Index) -> Expr | None:
+    """Element `x` of a tensor gathered at one tensor of positions, as a load of one with an element for each j - i; None where that is not known,
+    or saves nothing.
+
+    before -> after: table[bucket(j - i)][i, j, h] -> rel[h, j - i + M - 1], where rel = table[bucket(arange(-(M - 1), N))].permute(1, 0)
+    """
+    found = _one_gather(v)
+    rows, keys = p.extents.get("i"), p.extents.get("j")
+    if found is None or p.held is None or None in (rows, keys) or same(rows, 1) or same(keys, 1):
+        return None
+    source, dim, picks = found
+    own, rest = x[dim: dim + len(picks.shape)], x[:dim] + x[dim + len(picks.shape):]
+    if any({"i", "j"} & a.axes for a in rest) or source.dtype.is_floating_point and p.has_product(source):
+        return None
+    known = p.held.vg.relative
+    key = (v, own, rows, keys)
+    if key not in known:
+        lines = _Lines(p, v)
+        line = lines.of(picks, own)
+        known[key] = None if line is None or not lines.is_line(line) else lines.gather(v, source, dim, line)
+        p.held.vg.forget_users()
+    return None if known[key] is None else p.load(known[key], [*(p.expr(a) for a in rest), DIFFERENCE])
+
+
+def _one_gather(v: Value) -> tuple[Value, int, Value] | None:
+    """(source, dim, positions) where `v` is `source` gathered along one dim."""
+    if v.name == "embedding.default":  # gradients that count how often a row is read, or hold those rows alone, would be others
+        return None if any(v.args[3:]) or v.kwargs else (v.args[0], 0, v.args[1])
+    if v.name == "index_select.default":
+        return v.args[0], v.args[1] % len(v.shape), v.args[2]
+    if v.name == "index.Tensor":
+        given = [(d, t) for d, t in enumerate(v.args[1]) if t is not None]
+        if len(given) == 1 and given[0][1].dtype != torch.bool:
+            return v.args[0], *given[0]
+    return None
+
+
+class _Lines:
+    """`of(v, x)`: a tensor whose element j - i + M - 1 is v[x], of the calls that made v; of extent 1 where i and j do not matter."""
+
+    def __init__(self, p: Puller, v: Value):
+        self.p, self.make = p, Maker(p.held.vg, v)
+        self.rows, self.keys = p.extents["i"], p.extents["j"]
+        self.known: dict[tuple[Value, Index], Value | None] = {}
+
+    def is_line(self, v: Value) -> bool:
+        return len(v.shape) == 1 and same(size(v.shape[0]), self.rows + self.keys - 1)
+
+    def of(self, v: Value, x: Index) -> Value | None:
+        if (v, x) not in self.known:
+            made = self._of(v, x)
+            fits = made is not None and (made.dtype, made.fake.device) == (v.dtype, v.fake.device) and \
+                (made is v or self.is_line(made) or len(made.shape) == 1 and same(size(made.shape[0]), 1))
+            self.known[v, x] = made if fits else None
+        return self.known[v, x]
+
+    def gather(self, v: Value, source: Value, dim: int, line: Value) -> Value:
+        """What `v` gathers, at `line`, with the positions in the last dim."""
+        args = {"embedding.default": (source, line, *v.args[2:]), "index_select.default": (source, dim, line)}
+        short = self.make(v.op, *args.get(v.name, (source, [None] * dim + [line])))
+        rank = len(source.shape)
+        if dim == rank - 1:
+            return short
+        turned = self.make(aten.permute.default, short, [*(d for d in range(rank) if d != dim), dim])
+        return self.make(aten.clone.default, turned, memory_format=torch.contiguous_format)
+
+    def _of(self, v: Value, x: Index) -> Value | None:
+        if not v.shape:  # a tensor without dims stays one: types are promoted by it in other ways
+            return v
+        if v.name in _FILLS:
+            return self.make(aten.full.default, [1], _FILLS[v.name](v), dtype=v.dtype, device=v.fake.device)
+        for exact in (self._affine, self._compared):
+            if (line := exact(v, x)) is not None:
+                return line
+        try:
+            through = step_through(v, x, self.p.extents)
+        except (NotAffine, SplitAxis):
+            return None
+        if through is not None:
+            return self.of(*through)
+        if v.op is None or RANDOM in v.op.tags or not (torch.Tag.pointwise in v.op.tags or v.name in _BY_ELEMENT):
+            return None
+        inputs = {a: self.of(a, broadcast(x, [size(s) for s in a.shape])) for a in v.inputs}
+        if None in inputs.values():
+            return None
+        args, kwargs = torch.utils._pytree.tree_map_only(Value, inputs.__getitem__, (v.args, dict(v.kwargs)))
+        kwargs.pop("memory_format", None)
+        return self.make(v.op, *args, **kwargs)
+
+    def _compared(self, v: Value, x: Index) -> Value | None:
+        """before -> after: j > i -> j - i > 0, of integers"""
+        name, kinds = v.name.partition(".")[0], {a.dtype for a in v.inputs}
+        if name not in _COMPARISONS or not kinds <= _INTEGERS or self.p.has_product(v):
+            return None
+        a, b = (self.p.affine(self.p.operand(side, x)) for side in v.args)
+        line = None if a is None or b is None else self._line(a + b * -1, torch.int64, v.fake.device)
+        return None if line is None else self.make(getattr(aten, name).Scalar, line, 0)
+
+    def _affine(self, v: Value, x: Index) -> Value | None:
+        """An integer c * (j - i) + constant."""
+        a = None if v.dtype not in _INTEGERS or self.p.has_product(v) else self.p.affine(self.p.pull(v, x))
+        return None if a is None else self._line(a, v.dtype, v.fake.device)
+
+    def _line(self, a: Affine, dtype: torch.dtype, device: torch.device) -> Value | None:
+        terms, constant, options = dict(a.terms), self._number(a.constant), {"dtype": dtype, "device": device}
+        if not terms:
+            return self.make(aten.full.default, [1], constant, **options)
+        by = terms.get("j")
+        if not isinstance(by, int) or terms != {"i": -by, "j": by}:
+            return None
+        line = self.make(aten.arange.start, self._number(self.rows * -1 + 1), self._number(self.keys), **options)
+        line = line if by == 1 else self.make(aten.mul.Tensor, line, by)
+        return line if same(a.constant, 0) else self.make(aten.add.Tensor, line, constant)
+
+    def _number(self, s: Size) -> int | torch.SymInt:
+        s = size(s)
+        return s if isinstance(s, int) else self.p.held.vg.shape_env.create_symintnode(s, hint=None)
