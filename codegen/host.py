@@ -1,8 +1,8 @@
 """The host functions of a generated file: allocate, launch, and bring gradients of captured tensors into their own shape."""
 from __future__ import annotations
 
-from ..expr import Const, Load
-from ..spec import AttentionSpec
+from ..expr import Const, Load, Var
+from ..spec import DIFFERENCE, AttentionSpec
 from . import captured
 from .parts import Site, count, extent
 from .program import local
@@ -199,6 +199,13 @@ def _is_final(site: Site, load: Load) -> bool:
 
 def _dense(site: Site, load: Load, kernel: Kernel, out: Writer) -> None:
     axes = [a for a in captured.dims_of(site.spec, load) if a not in ("i", "j")]
+    if captured.is_relative(load):
+        out.line("diagonals = triton.cdiv(M, DENSE['BLOCK_M']) + triton.cdiv(N, DENSE['BLOCK_N']) - 1")
+        shape = _shape([*(extent(a) for a in axes), "diagonals", "DENSE['BLOCK_M']", "DENSE['BLOCK_N']"])
+        out.line(f"{buffer(site, load)} = torch.empty({shape}, dtype=torch.float32, device=q.device)")
+        kernel.call(f"(diagonals * {count(axes)},)", out)
+        out.line(f"{buffer(site, load)} = joined({buffer(site, load)}, M, N)", f"gradient of {load}")
+        return
     dtype = f"{local(load.name)}.dtype" if _is_final(site, load) else "torch.float32"
     out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in axes), 'M', 'N'])}, dtype={dtype}, device=q.device)",
              f"gradient of {load}")
@@ -224,25 +231,27 @@ def _accumulated(site: Site, tensor: str, name: str, source: str, out: Writer) -
     spec = site.spec
     out.line(f"{name} = torch.zeros({source}.shape, dtype=torch.float32, device={source}.device)")
     for load in (x for x in site.loads if x.name == tensor):
-        dims = captured.dims_of(spec, load)
-        value = buffer(site, load)
-        if not {"i", "j"} <= set(dims):  # a sum per batch index, row or key: add up what the load does not depend on
+        dims, size, grid = captured.dims_of(spec, load), {"i": "M", "j": "N"}, "index_grid(SPEC, sizes, M, N, q.device)"
+        value, read = buffer(site, load), load
+        if captured.is_relative(load):  # one value for each j - i, where j's stood
+            dims, size, grid = tuple(d for d in dims if d != "i"), {"i": "1", "j": "(M + N - 1)"}, f"differences({grid})"
+            read = Load(load.name, tuple(Var("j") if a == DIFFERENCE else a for a in load.index), load.kind)
+        elif not {"i", "j"} <= set(dims):  # a sum per batch index, row or key: add up what the load does not depend on
             absent = [n for n, a in enumerate(spec.axes) if a not in dims]
             if not {"i", "j"} & set(dims):
                 absent.append(len(spec.axes))  # one partial sum per program
             if absent:
                 value = f"{value}.sum({tuple(absent)})"
-        if captured.is_plain(spec, load):
-            size = {"i": "M", "j": "N"} | {a: extent(a) for a in spec.axes}
-            index = [str(a.value) if isinstance(a, Const) else f":{size[a.name]}" for a in load.index]
-            order = [dims.index(a.name) for a in load.index if not isinstance(a, Const)]
+        if captured.is_plain(spec, read):
+            size |= {a: extent(a) for a in spec.axes}
+            index = [str(a.value) if isinstance(a, Const) else f":{size[a.name]}" for a in read.index]
+            order = [dims.index(a.name) for a in read.index if not isinstance(a, Const)]
             if order != sorted(order):
                 value = f"{value}.permute({', '.join(map(str, order))})"
             out.line(f"{name}[{', '.join(index) or '...'}] += {value}", f"{load}")
         else:
-            shape = _shape({"i": "M", "j": "N"}.get(d, extent(d)) if d in dims else "1" for d in (*spec.axes, "i", "j"))
+            shape = _shape(size.get(d, extent(d)) if d in dims else "1" for d in (*spec.axes, "i", "j"))
             number = spec.score.loads.index(load)
             for text in wrapped("accumulate(", ["SPEC", f"SPEC.score.loads[{number}]", f"{value}.reshape({shape})", name,
-                                                "index_grid(SPEC, sizes, M, N, q.device)",
-                                                f"dict(zip({[a.name for a in spec.aux]!r}, aux))"], ")"):
+                                                grid, f"dict(zip({[a.name for a in spec.aux]!r}, aux))"], ")"):
                 out.line(text)

@@ -16,6 +16,7 @@ from ..expr import Call, Var, walk
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from .blocks import pays
+from .captured import is_relative
 from .gpu import GPU
 from .parts import chunks, peel
 from .ranges import bounds
@@ -168,6 +169,11 @@ def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
     return found.has_full and not (found.full_hi == Var("M") if over == "i" else found.starts_full)
 
 
+def has_relative(spec: AttentionSpec) -> bool:
+    """Does the score read a tensor at j - i?"""
+    return any(is_relative(load) for load in spec.score.loads)
+
+
 def units(problem: Problem, gpu: GPU) -> str:
     """Which units multiply: "fma" (float32, exact), "wgmma" (Hopper), "tcgen05" (Blackwell's data centre cards), "mma" (all others)."""
     if "float32" in (problem.dtype, problem.v_dtype):
@@ -184,6 +190,8 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
         by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
         wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
         start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
+        if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
+            start = (min(start[:2]), min(start[:2]), start[2] if found == "fma" else 8, 1)
     else:
         tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
         heavy = is_heavy(spec, kernel) or found == "mma" and kernel != "forward" and tiled
@@ -252,15 +260,17 @@ REGISTER_LIMIT = 208
 
 
 def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, descriptors: bool) -> Plan:
+    square = kernel == "dense" and has_relative(spec)  # so that every tile of a diagonal of tiles has the same diagonals
     if kernel in OVERRIDE:
         tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
+        tiles = (min(tiles[:2]), min(tiles[:2]), *tiles[2:]) if square else tiles
         return Plan("triton", direction, kernel, *tiles, shared_bytes(kernel, tiles, problem, spec, gpu), gpu, matmul_precision(), descriptors, reason)
     for dtype in (problem.dtype, problem.v_dtype):
         if dtype not in ("float16", "bfloat16", "float32"):
             raise PlanError(f"the generated kernels take float16, bfloat16 and float32, not {dtype}; float64 runs in the tiled PyTorch schedule")
         if dtype == "bfloat16" and gpu.capability < (8, 0):
             raise PlanError(f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) has no bfloat16 matrix unit: use float16")
-    ladder = _ladder(kernel, spec, problem, gpu)
+    ladder = [tiles for tiles in _ladder(kernel, spec, problem, gpu) if not square or tiles[0] == tiles[1]]
     for step, tiles in enumerate(ladder):
         shared = shared_bytes(kernel, tiles, problem, spec, gpu)
         registers = registers_per_thread(kernel, tiles, problem)

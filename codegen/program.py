@@ -16,7 +16,7 @@ from .writer import Writer
 RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep
     seed rows cols d e z y g t tile tiles start stop full_start full_stop leading trailing i0 i1 j0 j1 i j M N tl
     some every inside columns row blocks Kinds RowBlocks KeyBlocks
-    triton torch dense value hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
+    triton torch dense diagonal diagonals all_rows joined differences value hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
     reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
     row_scale slope first last work turns number following own q_slot next_number Taken lane all groups group size
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring

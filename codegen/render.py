@@ -85,8 +85,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
                   "from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait")
     out.line()
     from_codegen = [name for name in ("empty_lse", "empty_output") if f"{name}(" in body]
-    if "accumulate(" in body:
-        out.line("from flashfx.codegen.captured import accumulate")
+    if sums := [name for name in ("accumulate", "differences", "joined") if f"{name}(" in body]:
+        out.line(f"from flashfx.codegen.captured import {', '.join(sums)}")
     if plan.listed:
         out.line("from flashfx.codegen.blocks import lists_for")
     makers = [name for name in ("tiles_of", "tma_tiles") if f"{name}(" in body]

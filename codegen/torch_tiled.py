@@ -223,5 +223,8 @@ def backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes,
                 dims = captured.dims_of(spec, load)
                 absent = [d for d, name in enumerate((*spec.axes, "i", "j")) if name not in dims]
                 dense = dense.sum(absent, keepdim=True) if absent else dense
-                captured.accumulate(spec, load, dense, into[load.name], env, site.tensors)
+                if captured.is_relative(load):
+                    captured.accumulate(spec, load, captured.along_diagonals(dense).unsqueeze(-2), into[load.name], captured.differences(env), site.tensors)
+                else:
+                    captured.accumulate(spec, load, dense, into[load.name], env, site.tensors)
     return [torch.empty(0, dtype=t.dtype, device=t.device) if s is None else s.to(t.dtype) for t, s in zip(operands, sums)]

@@ -37,6 +37,10 @@ BLOCK = 128
 """Rows and keys of one block of a mask's run-time summary, `flashfx::block_lists`; the kernels' tiles divide it."""
 
 
+DIFFERENCE = parse_expr("j - i + M - 1", {})
+"""Where a tensor with an element for each j - i, lowest first, has that of (i, j)."""
+
+
 class EmptyRow(enum.Enum):
     """What a row without any visible key yields: see the module's docstring."""
 

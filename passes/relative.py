@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashfx.expr import Const, Expr, Var, call
+from flashfx.expr import Expr
+from flashfx.spec import DIFFERENCE
 
 from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, same, size
 from .maker import Maker, aten
@@ -21,8 +22,6 @@ from .views import step_through
 if TYPE_CHECKING:
     from .pull import Puller
 
-DIFFERENCE = call("sub", call("add", call("sub", Var("j"), Var("i")), Var("M")), Const(1))
-"""Where the short tensors hold what belongs to j - i, which is -(M - 1) at least."""
 _FILLS = {"full_like.default": lambda v: v.args[1], "full.default": lambda v: v.args[1], "new_full.default": lambda v: v.args[2],
           **dict.fromkeys(("zeros.default", "zeros_like.default", "new_zeros.default"), lambda v: 0),
           **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda v: 1)}

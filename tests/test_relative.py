@@ -220,3 +220,19 @@ def test_left_as_it_is(f):
 def test_one_query_reads_the_model_s_own():
     seen = agree(attention(both_ways, past=25), *operands(1, 26))
     assert "M - 1" not in str(seen.regions[0].spec)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_benchmark_s_table(inner):
+    """Trained, as `python -m flashfx bench attention --variant t5` measures it."""
+    from flashfx.bench.variants import BUCKETS as rows, t5
+    from .test_backend import Counting
+    q, k, v, table = operands(40, 40, rows=rows)
+    seen = Counting(inner)
+    found = []
+    for f in (t5, torch.compile(t5, backend=seen, dynamic=False)):
+        table.grad = None
+        f(q, k, v, table).square().sum().backward()
+        found.append(table.grad)
+    assert "bias[h, j - i + M - 1]" in str(seen.regions[0].spec) and pairs(seen, 40, 40) == []
+    torch.testing.assert_close(*found)

@@ -1,4 +1,5 @@
-"""Gradients of captured tensors read at both i and j (biases, tables): dense, one tile per program, without atomics."""
+"""Gradients of captured tensors read at both i and j, without atomics: dense, one tile per program; of those read at j - i (relative position
+tables), one tile for each diagonal of blocks, whose own diagonals the host adds up (`captured.joined`): O(N) memory instead of O(N^2)."""
 from __future__ import annotations
 
 from ...expr import Const, Load, Var
@@ -10,25 +11,34 @@ from .common import Body, buffer, load_lse2, row_pointers, scaled
 
 
 def dense_kernel(site: Site, load: Load) -> Kernel:
-    """Gradient of a load over both i and j, dense: a tile per program, summed over the batch axes on which it does not depend."""
+    """Gradient of a load over both i and j, summed over the batch axes on which it does not depend: a tile per program, or where j - i alone
+    matters a diagonal of square tiles."""
     spec = site.spec
     mine = tuple(a for a in captured.dims_of(spec, load) if a not in ("i", "j"))
     others = site.other_axes(mine)
     name = buffer(site, load)
-    kernel = Kernel(f"attention_backward_{name[2:]}", f"One program: gradient of {load} for one tile"
-                    + (f", summed over ({', '.join(others)}) in registers." if others else "."),
+    relative = captured.is_relative(load)
+    kernel = Kernel(f"attention_backward_{name[2:]}", f"One program: gradient of {load} for one {'diagonal of tiles' if relative else 'tile'}"
+                    + (f", summed over ({', '.join(others)})." if others else "."),
                     arguments(site, {name: name}), ("BLOCK_M", "BLOCK_N"), "DENSE")
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
-    out.assign("j0", "tl.program_id(0) % tiles * BLOCK_N")
-    out.assign("i0", "tl.program_id(0) // tiles % tl.cdiv(M, BLOCK_M) * BLOCK_M")
-    out.assign("y", "tl.program_id(0) // (tiles * tl.cdiv(M, BLOCK_M))")
-    decode(out, mine, "y")
-    out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
+    if relative:
+        out.assign("all_rows", "tl.cdiv(M, BLOCK_M)")
+        out.assign("diagonal", "tl.program_id(0) % (tiles + all_rows - 1) - (all_rows - 1)", "tiles from a row of tiles to its keys")
+        out.assign("y", "tl.program_id(0) // (tiles + all_rows - 1)")
+        decode(out, mine, "y")
+    else:
+        out.assign("j0", "tl.program_id(0) % tiles * BLOCK_N")
+        out.assign("i0", "tl.program_id(0) // tiles % tl.cdiv(M, BLOCK_M) * BLOCK_M")
+        out.assign("y", "tl.program_id(0) // (tiles * tl.cdiv(M, BLOCK_M))")
+        decode(out, mine, "y")
+        out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
     out.assign("rows", "tl.arange(0, BLOCK_M)")
     out.assign("cols", "tl.arange(0, BLOCK_N)")
-    out.assign("i", "i0 + rows")
-    out.assign("j", "j0 + cols")
+    if not relative:
+        out.assign("i", "i0 + rows")
+        out.assign("j", "j0 + cols")
     head_index(site, out, "de")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
@@ -74,12 +84,26 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
         body.gradient(out, True)
         out.assign("dense", f"dense + {body.times(rest)}" + (f" * {factor!r}" if factor != 1.0 else ""))
 
-    if others:
-        with out.block(f"for g in tl.range(0, {count(others)}):"):
-            decode(out, others, "g")
+    def shared() -> None:
+        if others:
+            with out.block(f"for g in tl.range(0, {count(others)}):"):
+                decode(out, others, "g")
+                one()
+        else:
             one()
-    else:
-        one()
+
+    if relative:
+        with out.block("for row in tl.range(tl.maximum(0, -diagonal), tl.minimum(all_rows, tiles - diagonal)):"):
+            out.assign("i0", "row * BLOCK_M")
+            out.assign("j0", "(row + diagonal) * BLOCK_N")
+            out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
+            out.assign("i", "i0 + rows")
+            out.assign("j", "j0 + cols")
+            shared()
+        out.assign("dense_rows", f"{name} + (tl.cast(tl.program_id(0), tl.int64) * BLOCK_M + rows) * BLOCK_N")
+        out.line("tl.store(dense_rows[:, None] + cols[None, :], dense)")
+        return kernel
+    shared()
     out.assign("dense_rows", f"{name} + (tl.cast(y, tl.int64) * M + i) * N")
     out.line(f"tl.store(dense_rows[:, None] + j[None, :], dense.to({name}.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])")
     return kernel

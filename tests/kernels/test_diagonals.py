@@ -1,0 +1,80 @@
+"""Gradients of captured tensors read at j - i: which loads those are, and sums over diagonals."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashfx.codegen import captured, render, torch_tiled
+from flashfx.codegen.gpu import BY_NAME
+from flashfx.codegen.plan import make_plan, overridden
+from flashfx.codegen.selfcheck import inputs
+from flashfx.expr import Load, parse
+from flashfx.reference import evaluate, index_grid
+
+from .cases import MORE, problem, spec
+
+SHAPES = [(5, 7, 3), (7, 5, 4), (4, 4, 4), (1, 6, 2), (6, 1, 2), (3, 3, 8), (9, 17, 4)]
+
+
+def diagonals(x):
+    return torch.stack([x.diagonal(d, -2, -1).sum(-1) for d in range(1 - x.shape[-2], x.shape[-1])], -1)
+
+
+@pytest.mark.parametrize("M, N, B", SHAPES)
+def test_sums_over_diagonals(M, N, B):
+    x = torch.randn(2, M, N, dtype=torch.float64)
+    torch.testing.assert_close(captured.along_diagonals(x), diagonals(x))
+    rows, keys = -(-M // B), -(-N // B)
+    padded = torch.zeros(2, rows * B, keys * B, dtype=x.dtype)
+    padded[:, :M, :N] = x
+    tile = lambda r, c: padded[:, r * B: (r + 1) * B, c * B: (c + 1) * B]
+    tiles = [sum(tile(r, r + d) for r in range(rows) if 0 <= r + d < keys) for d in range(1 - rows, keys)]
+    torch.testing.assert_close(captured.joined(torch.stack(tiles, 1), M, N), diagonals(x))
+
+
+@pytest.mark.parametrize("index, relative", [
+    ("j - i + M - 1", True), ("minimum(maximum(j - i + 4, 0), 8)", True), ("abs(i - j) // 2 + N", True), ("2 * j - (i + i) + 3", True),
+    ("(j - i) * N", True), ("t[j - i + M]", True), ("where(j - i > 0, j - i, 0)", True), ("j - (i - (j - j))", True),
+    ("j", False), ("j + i", False), ("2 * j - i", False), ("j // 2 - i // 2", False), ("abs(j) - abs(i)", False), ("t[j] - t[i]", False), ("j - i + i", False),
+    ("i * j - j * i", False), ("where(j > 4, j - i, 0)", False), ("h", False)])
+def test_what_depends_on_the_difference_alone(index, relative):
+    e = parse(index, {"t": "int"})
+    assert captured.is_relative(Load("x", (e,), "float")) is relative
+    if relative:  # and so it does
+        env = {"i": torch.arange(6)[:, None] + 1, "j": torch.arange(9)[None] + 2, "M": 6, "N": 9}
+        values = evaluate(e, env, {"t": torch.arange(40) ** 2 % 37}, None, torch.float64)
+        assert all(values.diagonal(d).unique().numel() == 1 for d in range(-5, 9))
+
+
+def test_indices_of_differences():
+    env = index_grid(spec(MORE["relative"]), (2, 2), 9, 11, "cpu", slice(4, 9), slice(2, 8))
+    found = captured.differences(env)
+    assert found["j"].flatten().tolist() == list(range(2 - 8, 7 - 4 + 1)) and found["i"].tolist() == [[[[0]]]]
+
+
+@pytest.mark.parametrize("variant", ["relative", "relative_causal", "t5_table"])
+def test_no_gradient_of_every_pair(variant):
+    """The generated backward stores tiles of diagonals; its tiles are square whatever the caller asks for."""
+    s, p = spec(MORE[variant]), problem("self", 64, "bfloat16", M=512)
+    for gpu in (BY_NAME["H100"], BY_NAME["A100"]):
+        with overridden(dense=(32, 16, 4, 1)):
+            plan = make_plan(s, p, gpu, "backward")
+        assert (plan.dense.BLOCK_M, plan.dense.BLOCK_N) == (16, 16)
+        plan = make_plan(s, p, gpu, "backward")
+        assert plan.dense.BLOCK_M == plan.dense.BLOCK_N
+        text = render.render(s, make_plan(s, p, gpu, "forward"), p).text
+        assert "joined(" in text and "M, N), dtype" not in text
+
+
+def test_the_tiled_schedule_adds_up_diagonals():
+    """Tiles of any size give the gradient that autograd does."""
+    s, p = spec(MORE["relative"]), problem("self", 16, "float32", M=37, N=51)
+    q, k, v, (rel,), seed, sizes = inputs(s, p)
+    rel = rel.double().requires_grad_()
+    out = s.reference(q, k, v, [rel], sizes)
+    g = torch.randn_like(out)
+    expected, = torch.autograd.grad(out, rel, g)
+    for tiles in ((37, 51), (16, 16), (5, 51), (37, 7)):
+        got, lse = torch_tiled.forward(s, q.double(), k.double(), v.double(), [rel.detach()], seed, sizes, tiles)
+        grads = torch_tiled.backward(s, g, q.double(), k.double(), v.double(), [rel.detach()], seed, got, lse, sizes, (False,) * 3 + (True,), tiles)
+        torch.testing.assert_close(grads[3], expected)
