@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ..expr import Call, walk
 from ..region import Problem
 from ..spec import AttentionSpec
+from .captured import is_relative
 from .gpu import GPU
 from .parts import chunks, peel
 from .plan import WIDTHS, Plan, registers_per_thread
@@ -201,10 +202,11 @@ def _evaluated(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -
     if products:
         extents = dict(zip(spec.axes, problem.extents))
         for load in spec.loads:
-            if {"i", "j"} <= load.variables:  # a bias or a mask with an element for every query and key, of the axes that it has
+            if {"i", "j"} <= load.variables:  # a bias or a mask with an element for every query and key (or each j - i), of the axes that it has
                 width = WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind]
-                own = min(visible * plan.BLOCK_M * plan.BLOCK_N, problem.M * problem.N * math.prod(extents[a] for a in spec.axes if a in load.variables))
-                once, again = once + width * own, again + width * (visible * plan.BLOCK_M * plan.BLOCK_N - own)
+                tile, whole = (plan.BLOCK_M + plan.BLOCK_N, problem.M + problem.N) if is_relative(load) else (plan.BLOCK_M * plan.BLOCK_N, problem.M * problem.N)
+                own = min(visible * tile, whole * math.prod(extents[a] for a in spec.axes if a in load.variables))
+                once, again = once + width * own, again + width * (visible * tile - own)
     return products, exps, once, max(again, 0), outer
 
 

@@ -123,3 +123,15 @@ def test_what_binds_is_what_there_is_most_of():
     assert of("H200", Problem((64, 16), 1, 8192, 64, 64, "bfloat16", "bfloat16"), "full").binds == "device memory"  # decoding
     assert of("L4", p, "full").seconds > of("A100", p, "full").seconds > of("H200", p, "full").seconds > of("B200", p, "full").seconds
     assert of("H200", p, "causal").seconds < 0.6 * of("H200", p, "full").seconds
+
+
+def test_a_relative_table_costs_no_bytes_of_every_pair():
+    """What is read at j - i is M + N elements a head; a bias is M * N."""
+    from flashfx.codegen.cost import moved
+    from flashfx.codegen.gpu import BY_NAME
+    from flashfx.codegen.plan import make_plan
+    from .kernels.cases import CORE, MORE, problem, spec
+    p = problem("self", 64, "bfloat16", M=4096, heads=8)
+    bytes_of = lambda variant: moved(spec(variant), p, make_plan(spec(variant), p, BY_NAME["A100"], "forward"))
+    plain, line, bias = bytes_of(CORE["full"]), bytes_of(MORE["relative"]), bytes_of(CORE["bias"])
+    assert plain < line < plain * 1.1 and bias > line + p.M * p.N * 8
