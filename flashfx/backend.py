@@ -17,11 +17,14 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from .compat import keep_transformers_whole
 from .errors import FlashFXWarning
 from .options import Options, split
 from .region import Region
 
 log = logging.getLogger(__name__)
+
+keep_transformers_whole()
 
 
 @functools.cache

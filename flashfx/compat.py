@@ -44,6 +44,28 @@ def repair_interpreter() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
+@functools.cache
+def keep_transformers_whole() -> None:
+    """Trace `nn.TransformerEncoder` and `nn.TransformerDecoder` in one graph when they are given a mask.
+
+    Both compare the mask with a causal one to pass `is_causal` on, a hint that changes no result. Under Dynamo that reads data: the graph ends
+    inside of PyTorch's own module, and what follows it there is not compiled. Traced, an undecided hint is False, unless the mask wants a gradient,
+    which it has only where it is read. Holds for every backend of this process from then on.
+    """
+    import torch
+    from torch.nn.modules import transformer
+    original = getattr(transformer, "_detect_is_causal_mask", None)
+    if original is None:
+        return
+
+    @torch.compiler.substitute_in_graph(original)
+    def detect(mask, is_causal=None, size=None):
+        if is_causal is None and mask is not None and mask.requires_grad:
+            causal = torch.full((size or mask.size(-2),) * 2, -float("inf"), dtype=mask.dtype, device=mask.device).triu(1)
+            return mask.shape == causal.shape and bool((mask == causal).all())
+        return is_causal is True
+
+
 def size_hint(shape_env, expression) -> int:
     """A representative value of a symbolic size; adds no guard."""
     hint = getattr(shape_env, "optimization_hint", None)  # torch 2.12 on; size_hint before

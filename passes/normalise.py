@@ -2,7 +2,8 @@
 
 The graph is run once under fake tensors, through PyTorch's own functionalisation and composite decompositions, and every
 ATen call is written down with the Dynamo node that made it. So einsum, baddbmm, `@`, methods, modules and in-place spellings
-become the same few functional ops without a rule of ours. Dropout and scaled_dot_product_attention are kept whole. A node
+become the same few functional ops without a rule of ours. Dropout and scaled_dot_product_attention are kept whole; an encoder layer
+that is one op of PyTorch's is written out. A node
 that cannot be run this way (a higher-order op, a custom class) is an opaque leaf, not an error.
 """
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .spelled_out import encoder_layer
 from .values import Value, ValueGraph, tensors_in
 
 log = logging.getLogger(__name__)
@@ -59,19 +61,20 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     return SDPA(query, key, value, attn_mask, dropout_p, bool(is_causal), scale, bool(enable_gqa))
 
 
-_KEPT_WHOLE = {
+_RUN_AS = {
     torch.nn.functional.dropout: _dropout,
     torch.dropout: lambda input, p, train: _dropout(input, p, train),
     torch.dropout_: lambda input, p, train: _dropout(input, p, train, inplace=True),
     torch.nn.functional.scaled_dot_product_attention: _sdpa,
+    torch._transformer_encoder_layer_fwd: encoder_layer,
 }
 
 
 _METADATA = {*FunctionalTensor.metadata_fns, torch.ops.prim.device.default}
 
 
-class _KeepWhole(TorchFunctionMode):
-    """Dropout's composite kernel fails on symbolic sizes and SDPA decomposes by backend: record both as one call.
+class _RunAs(TorchFunctionMode):
+    """Dropout's composite kernel fails on symbolic sizes and SDPA decomposes by backend: record both as one call. A whole layer is many.
 
     The mode is off inside a Python function that it has seen (F.multi_head_attention_forward), so `torch.nn.functional` itself
     is changed too while the graph runs.
@@ -79,9 +82,9 @@ class _KeepWhole(TorchFunctionMode):
 
     def __enter__(self):
         functional = torch.nn.functional
-        self.originals = {f.__name__: f for f in _KEPT_WHOLE if getattr(functional, f.__name__, None) is f}
+        self.originals = {f.__name__: f for f in _RUN_AS if getattr(functional, f.__name__, None) is f}
         for name, original in self.originals.items():
-            setattr(functional, name, _KEPT_WHOLE[original])
+            setattr(functional, name, _RUN_AS[original])
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -90,7 +93,7 @@ class _KeepWhole(TorchFunctionMode):
         return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return _KEPT_WHOLE.get(func, func)(*args, **(kwargs or {}))
+        return _RUN_AS.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -161,7 +164,7 @@ class _Runner(fx.Interpreter):
             stack.enter_context(self.recorder)
             torch._enable_functionalization(reapply_views=True)
             stack.callback(torch._disable_functionalization)
-            stack.enter_context(_KeepWhole())
+            stack.enter_context(_RunAs())
             self.given = {n: self._wrap(tree, n) for n, tree in given.items()}
             try:
                 outputs = self.run(*[self.given[n] for n in placeholders], enable_io_processing=False)
