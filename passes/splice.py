@@ -14,6 +14,7 @@ from torch import fx
 
 from flashfx.spec import MEAN_ROW
 
+from .behind import move
 from .emit import Emitter, follow_views
 from .find import Site, carries
 from .lift import Lifted
@@ -67,7 +68,10 @@ def splice(gm: fx.GraphModule, vg: ValueGraph, sites: dict[Site, Lifted], seeds:
             for x in value.inputs:
                 anchor(x)
 
-    replaced = {emit.vg.holders(s.value)[0]: o.log_sum(s) for o in outputs for s in o.lifted.log_sums}
+    sums = {s.value: o.log_sum(s) for o in outputs for s in o.lifted.log_sums}
+    emit.nodes |= sums
+    replaced = {vg.holders(value)[0]: node for value, node in sums.items()}
+    move(vg, [n for o in outputs for s in o.lifted.log_sums for n in s.early], owner)
     for holder in holders:
         value = vg.timeline[holder][0][1]
         if holder.users:

@@ -8,6 +8,7 @@ from torch import fx
 
 from flashfx.expr import BOOL, TRUE, Expr, call, cast
 
+from .behind import readers
 from .find import DROPOUTS
 from .index import Affine, Index, Size, broadcast, same, size
 from .masks import normal_condition
@@ -96,11 +97,13 @@ def kept_keys(kept: list[Kept], puller: Puller) -> Expr:
 class LogSum:
     """logsumexp of the site's scores, read elsewhere: `value`, whose dims are products of axes ([]: extent 1).
 
+    early   nodes that read it in front of the second product, and may do so behind our op
     fill    what it is in rows that a finite constant hides entirely, and the op marks
     """
 
     value: Value
     dims: tuple[tuple[str, ...], ...]
+    early: tuple[fx.Node, ...]
     fill: float | None = None
 
 
@@ -109,7 +112,7 @@ SWALLOWS = -1e30
 
 
 def log_sums(soft: Softmax, at: Index, vg: ValueGraph, owner: fx.Node, extents: dict[str, Size], fills: set[float]) -> list[LogSum]:
-    """What the op's own log-sum-exp can serve: read only behind the second product, in front of which the op will stand.
+    """What the op's own log-sum-exp can serve: read only behind the second product, in front of which the op will stand, or by what can move there.
 
     fills: the finite constants that hide scores.
     """
@@ -120,8 +123,7 @@ def log_sums(soft: Softmax, at: Index, vg: ValueGraph, owner: fx.Node, extents: 
         if v.name != "logsumexp.default" or [d % len(soft.scores.shape) for d in v.args[1]] != [soft.dim] or v in vg.superseded:
             continue
         holders = vg.holders(v)
-        early = any(vg.steps[user] <= vg.steps[owner] for n in holders for user in n.users)
-        if len(holders) != 1 or early or holders[0] in vg.changing or len(vg.timeline[holders[0]]) > 1:
+        if len(holders) != 1 or holders[0] in vg.changing or len(vg.timeline[holders[0]]) > 1 or (early := readers(vg, holders[0], owner)) is None:
             continue
         dims = [radix(a, extents) if a.constant == 0 else None for d, a in enumerate(at) if d != soft.dim]
         if any(d is None for d in dims):
@@ -129,7 +131,7 @@ def log_sums(soft: Softmax, at: Index, vg: ValueGraph, owner: fx.Node, extents: 
         if v.argument(2, "keepdim", False):
             dims.insert(soft.dim, [])
         if sorted(n for d in dims for n in d) == sorted(n for n in extents if n not in ("j", "d", "e")):
-            found.append(LogSum(v, tuple(map(tuple, dims)), *fills))
+            found.append(LogSum(v, tuple(map(tuple, dims)), tuple(early), *fills))
     return found
 
 

@@ -116,11 +116,29 @@ def gated_by_the_sum(q, k, v):
     return x.softmax(-1) @ v * x.logsumexp(-1).sigmoid()[..., None]
 
 
-@pytest.mark.parametrize("fn", (logits, gated_by_the_sum), ids=lambda f: f.__name__)
+def gated_in_front(q, k, v, sinks):
+    """The gate is ready before the second product: it moves behind it."""
+    x = s(q, k) + torch.full((M, N), LOWEST).triu(1)
+    lse = torch.logsumexp(x, dim=-1)
+    gate = (lse - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    out = F.dropout(x.softmax(-1), 0.0) @ v
+    return (out * gate.unsqueeze(-1)).transpose(1, 2).contiguous(), gate
+
+
+def weights_gated_in_front(q, k, v):
+    x = s(q, k)
+    gate = x.logsumexp(-1, keepdim=True).sigmoid()
+    return (x.softmax(-1) * gate) @ v
+
+
+@pytest.mark.parametrize("fn", (logits, gated_by_the_sum, gated_in_front, weights_gated_in_front), ids=lambda f: f.__name__)
 def test_log_sum_exp_is_served(fn):
     """The scores themselves are no longer computed. A number added to all scores counts here."""
-    regions = compare(fn, *qkv())
+    args = (*qkv(), *([rand(H)] if fn is gated_in_front else []))
+    regions = compare(fn, *args)
     assert [r.fused for r in regions] == [True]
+    torch._dynamo.reset()
+    torch.compile(fn, backend="flashfx", options={"inner": "eager", "verify": True})(*args)
     torch._dynamo.reset()
     graphs = []
 
@@ -130,9 +148,48 @@ def test_log_sum_exp_is_served(fn):
         graphs.append(gm)
         return gm.forward
 
-    torch.compile(fn, backend=backend)(*qkv())
+    torch.compile(fn, backend=backend)(*args)
     names = [str(n.target) for n in graphs[0].graph.nodes]
     assert not any("matmul" in n or "logsumexp" in n or "softmax" in n for n in names), names
+
+
+def second_attention_between(q, k, v):
+    """What reads the log-sum-exp in front is itself attention: nothing moves past it."""
+    x = s(q, k)
+    inner = s(q * x.logsumexp(-1, keepdim=True).sigmoid(), k).softmax(-1) @ v
+    return x.softmax(-1) @ (v + inner.mean(-2, keepdim=True))
+
+
+def changed_between(q, k, v):
+    x, scale = s(q, k), torch.ones(M)
+    gate = x.logsumexp(-1) + scale
+    scale.mul_(3.0)
+    return x.softmax(-1) @ v * gate[..., None]
+
+
+def gate_changed(q, k, v):
+    x = s(q, k)
+    gate = x.logsumexp(-1) * 0.5
+    gate.add_(2.0)
+    return x.softmax(-1) @ v * gate[..., None]
+
+
+def gate_drawn(q, k, v):
+    x = s(q, k)
+    gate = F.dropout(x.logsumexp(-1), 0.5) * 0.0
+    return x.softmax(-1) @ v + gate[..., None]
+
+
+def gate_without_gradient(q, k, v):
+    x = s(q, k)
+    with torch.no_grad():
+        gate = x.logsumexp(-1).sigmoid()
+    return x.softmax(-1) @ v * gate[..., None]
+
+
+@pytest.mark.parametrize("fn", (second_attention_between, changed_between, gate_changed, gate_drawn, gate_without_gradient), ids=lambda f: f.__name__)
+def test_readers_that_must_stay(fn):
+    assert all(r.fused for r in compare(fn, *qkv()))
 
 
 HIDDEN_ROWS = {
