@@ -20,6 +20,7 @@ from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broad
 from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms, unpeeled
 from .operands import Operand, captured, trace_back
 from .pull import Puller, gradient_ends
+from .rows import every_row_sees
 from .rules import PRODUCTS, Product
 from .softmax import Softmax, softmax_of
 from .values import Refused, Value, ValueGraph, upstream
@@ -258,19 +259,23 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
     if any(QK in f.visible.leaves for f in masked.fills):
         why = Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
         raise why if product.value is None else _OtherProduct(product.value, why)
-    for outside in (t for f in masked.fills if grad and not f.added and math.isfinite(f.value) for t in f.outside):
-        if QK in outside.leaves or any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in outside.loads):
-            raise Refused("a term that needs a gradient is added after a mask that replaces scores by a finite constant: rows that are hidden entirely "
-                          "have a gradient for the term alone", site.weights or site.out, "add the term before the mask, or hide by -inf")
     fills = [*([Fill(visible, -math.inf, False)] if visible not in (None, TRUE) else []), *masked.fills]
     if (lost := unpeeled(score)) is not None:
         raise Refused(f"a masked score goes through {lost.op}, and what becomes of the mask's constant is not known", site.weights or site.out,
                       "scale the scores before they are masked")
     hiding = [t for t in terms(score) if "j" in t.variables and could_hide(t, puller)]
     soft = None if site.weights is None else softmax_of(site.weights)
-    _empty_rows_known(site, vg, soft, bool(hiding) or any(math.isfinite(f.value) for f in fills))
     bare = soft is not None and soft.bare  # 0 / 0 in a row that is hidden entirely, whatever hides it
-    empty, over, blocked = contract(fills, safe) if column is None and not bare else (EmptyRow.NAN, TRUE, [])
+    empty, over, blocked = EmptyRow.NAN, TRUE, []
+    try:
+        _empty_rows_known(site, vg, soft, bool(hiding) or any(math.isfinite(f.value) for f in fills))
+        if grad:
+            _no_gradient_around(masked.fills, puller, site)
+        if column is None and not bare:
+            empty, over, blocked = contract(fills, safe)
+    except Refused:  # a row that is hidden entirely follows no rule of ours: is there one?
+        if hiding or not every_row_sees(normal_condition(conjunction(f.visible for f in fills), puller), puller.extents):
+            raise
     shown = conjunction(f.visible for f in fills)
     if hiding:
         hidden = hiding_sum(puller.dtypes.get(score, torch.float64 if site.out.dtype == torch.float64 else torch.float32))
@@ -351,6 +356,13 @@ def _empty_rows_known(site: Site, vg: ValueGraph, soft: Softmax | None, finite: 
     if finite and site.weights in vg.renormalised:
         raise Refused("weights are masked and normalised again after a mask of a finite constant: rows that only both hide follow no single rule",
                       site.weights, "mask the scores once, or hide by -inf")
+
+
+def _no_gradient_around(fills: list[Fill], puller: Puller, site: Site) -> None:
+    for outside in (t for f in fills if not f.added and math.isfinite(f.value) for t in f.outside):
+        if QK in outside.leaves or any(puller.loads[load.name].reaches_parameters(through_stops=False) for load in outside.loads):
+            raise Refused("a term that needs a gradient is added after a mask that replaces scores by a finite constant: rows that are hidden entirely "
+                          "have a gradient for the term alone", site.weights or site.out, "add the term before the mask, or hide by -inf")
 
 
 def _obstacle(scores: Value) -> Value | None:

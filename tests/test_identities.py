@@ -241,3 +241,38 @@ def test_both_sites_of_one_node_or_none():
 
     regions = compare(fn, *qkv())
     assert sorted(r.fused for r in regions) == [False, True]
+
+
+# ---------------------------------------------------------------------------------------------------- no row is hidden entirely
+
+def triangle():
+    return torch.arange(N) <= torch.arange(M)[:, None]
+
+
+def window():
+    return torch.arange(N) > torch.arange(M)[:, None] - 3
+
+
+SEEN = {
+    "two constants": lambda q, k, v: s(q, k).masked_fill(~triangle(), -1e9).masked_fill(~window(), LOWEST).softmax(-1) @ v,
+    "constants that add up": lambda q, k, v: (s(q, k) + (1 - triangle().float()) * -1e9 + (1 - window().float()) * -1e9).softmax(-1) @ v,
+    "normalised again": lambda q, k, v: normalise(s(q, k).masked_fill(~triangle(), LOWEST).softmax(-1) * window()) @ v,
+    "less logsumexp": lambda q, k, v: (lambda x: torch.exp(x - x.logsumexp(-1, keepdim=True)))(s(q, k).masked_fill(~triangle(), -1e9)) @ v,
+    "bias behind": lambda q, k, v: (s(q, k).masked_fill(~triangle(), LOWEST) + k.sum(-1)[:, :, None] * 0.1).softmax(-1) @ v,
+}
+
+
+def normalise(p):
+    return p / p.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_constants_of_many_kinds_where_every_row_sees_a_key(name):
+    regions = compare(SEEN[name], *qkv())
+    assert [str(r.refusal) for r in regions if not r.fused] == [] and len(regions) == 1
+
+
+def test_a_row_that_sees_nothing_is_noticed():
+    hidden = lambda: (torch.arange(N) <= torch.arange(M)[:, None]) & (torch.arange(N) >= 1)
+    region, = compare(lambda q, k, v: s(q, k).masked_fill(~triangle(), -1e9).masked_fill(~hidden(), LOWEST).softmax(-1) @ v, *qkv())
+    assert "rows that are hidden entirely follow no single rule" in str(region.refusal)
