@@ -4,7 +4,7 @@ before -> after, each exact in real arithmetic:
     (a.unsqueeze(-2) * b.unsqueeze(-3)).sum(-1)   ->  a @ b.mT                          a product written as a sum of products
     (e @ v) / e.sum(-1, keepdim=True)             ->  (e / e.sum(-1, keepdim=True)) @ v  normalised late
     (p * m) / (p * m).sum(-1, keepdim=True)       ->  softmax(where(m, scores, -inf))    p = softmax(scores) or exp(scores), m of 0 and 1
-and those of `passes/linear.py`. A value that is rewritten keeps its identity and its Dynamo node; what is new belongs to that node too,
+and those of `passes/linear.py` and `passes/sinks.py`. A value that is rewritten keeps its identity and its Dynamo node; what is new belongs to that node too,
 which disappears if the site is fused. A site that is refused is computed as the model wrote it.
 """
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .maker import Maker, again, draws, path_to, plain, private, spans, through
 from .pull import Puller
 from .rules import PRODUCTS
 from .scalars import choice
+from .sinks import one_more_in_the_sum, padded_column
 from .softmax import over_its_sum, same_values, softmax_of, unshifted
 from .values import Refused, Value, ValueGraph
 
@@ -30,7 +31,7 @@ def rearrange(vg: ValueGraph) -> None:
     before, known = vg.needed(), len(vg.values)
     vg.forget_users()
     for v in list(vg.values):
-        for rule in (product_of_sums, normalised_late, normalised_again):
+        for rule in (product_of_sums, normalised_late, normalised_again, padded_column, one_more_in_the_sum):
             if rule(vg, v):
                 break
     vg.forget_users()

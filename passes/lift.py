@@ -268,6 +268,9 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
     bare = soft is not None and soft.bare  # 0 / 0 in a row that is hidden entirely, whatever hides it
     empty, over, blocked = EmptyRow.NAN, TRUE, []
     try:
+        if site.weights in vg.shifted and (hiding or len(fills) > 1 or any(math.isinf(f.value) for f in fills)):
+            raise Refused("an attention sink beside scores that their largest is subtracted from: rows that a mask of -inf hides entirely are NaN, not 0",
+                          site.weights, "let the sink, or 0, be the least that is subtracted")
         _empty_rows_known(site, vg, soft, bool(hiding) or any(math.isfinite(f.value) for f in fills))
         if grad:
             _no_gradient_around(masked.fills, puller, site)

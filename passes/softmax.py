@@ -82,6 +82,13 @@ def same_values(v: Value) -> Value:
     return v
 
 
+def _number(v: Value) -> Value:
+    """`v` before copies, rounding and detaches: a shift matters to neither value nor gradient."""
+    while (x := same_values(v)).name == "detach.default":
+        v = x.args[0]
+    return x
+
+
 def unshifted(v: Value, dim: int) -> Value:
     """before -> after: x - amax(x, dim, keepdim=True) -> x, to which softmax is blind."""
     if v.name == "sub.Tensor" and isinstance(v.args[1], Value):
@@ -89,7 +96,7 @@ def unshifted(v: Value, dim: int) -> Value:
         while peak.name in ("detach.default", "expand.default", "alias.default"):
             peak = peak.args[0]
         of_max = peak.name in ("amax.default", "max.dim") and peak.out == 0
-        if of_max and same_values(peak.args[0]) is same_values(v.args[0]) and peak.argument(2, "keepdim", False):
+        if of_max and _number(peak.args[0]) is _number(v.args[0]) and peak.argument(2, "keepdim", False):
             dims = peak.args[1] if isinstance(peak.args[1], (list, tuple)) else [peak.args[1]]
             if [d % len(v.shape) for d in dims] == [dim]:
                 return v.args[0]

@@ -125,6 +125,7 @@ class ValueGraph:
     literals   data of tensors that the code spells out, `torch.tensor([...])`: nobody else can change them
     superseded what the model computes and, after `algebra`, nobody needs
     renormalised  softmaxes that the model wrote as weights times a mask, over their sum
+    shifted    softmaxes beside a sink that the model shifted by their largest score, which is -inf in a row that is hidden entirely
     changing   Dynamo nodes that change a tensor in place
     relative   tensors with one element for each j - i that `passes/relative.py` made for what the model gathers
     mode       the fake mode of the graph's example values
@@ -138,6 +139,7 @@ class ValueGraph:
     literals: dict[Value, torch.Tensor] = field(default_factory=dict)
     superseded: set[Value] = field(default_factory=set)
     renormalised: set[Value] = field(default_factory=set)
+    shifted: set[Value] = field(default_factory=set)
     changing: set[fx.Node] = field(default_factory=set)
     relative: dict[tuple, Value | None] = field(default_factory=dict)
     mode: Any = None

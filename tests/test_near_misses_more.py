@@ -137,9 +137,18 @@ def scores_repaired(q, k, v):
     return scores(q, k).nan_to_num(posinf=1.0).softmax(-1) @ v
 
 
-@row("the softmax normalises over 8 elements, the second product sums over 7 of them", lambda: (*qkv(), rand(1)))
-def a_padded_column(q, k, v, c):
-    return F.pad(scores(q, k), (0, 1)).softmax(-1)[..., :-1] @ v
+@row("an attention sink beside scores that their largest is subtracted from: rows that a mask of -inf hides entirely are NaN, not 0",
+     lambda: tuple(t.detach() for t in hidden_rows()))
+def one_more_in_the_sum_and_hidden_rows(q, k, v, a, b):
+    s = scores(q, k).masked_fill(~a, -math.inf)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    return e / (e.sum(-1, keepdim=True) + torch.exp(-m)) @ v
+
+
+@row("the softmax normalises over 9 elements, the second product sums over 7 of them", lambda: (*qkv(), rand(1)))
+def two_padded_columns(q, k, v, c):
+    return F.pad(scores(q, k), (0, 2)).softmax(-1)[..., :-2] @ v
 
 
 @row("the last step of the attention writes into a tensor that is read under another name", lambda: qkv(False), stage="splice")
