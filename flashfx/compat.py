@@ -1,6 +1,7 @@
 """Everything that differs between releases of PyTorch and Triton, and what is wrong in some of them."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 
@@ -58,12 +59,14 @@ def keep_transformers_whole() -> None:
     if original is None:
         return
 
-    @torch.compiler.substitute_in_graph(original)
     def detect(mask, is_causal=None, size=None):
         if is_causal is None and mask is not None and mask.requires_grad:
             causal = torch.full((size or mask.size(-2),) * 2, -float("inf"), dtype=mask.dtype, device=mask.device).triu(1)
             return mask.shape == causal.shape and bool((mask == causal).all())
         return is_causal is True
+
+    with contextlib.suppress(ValueError):  # somebody else substituted it before
+        torch.compiler.substitute_in_graph(original)(detect)
 
 
 def size_hint(shape_env, expression) -> int:

@@ -17,6 +17,10 @@ from .normalise import DROPOUT, SDPA
 from .values import Value, ValueGraph
 
 
+_PRODUCTS = ("mul", "div", "mm", "bmm", "matmul")
+_SUMS = ("add", "sub", "rsub", "baddbmm", "addmm")
+
+
 class Rerun:
     """One run of both sides.
 
@@ -65,11 +69,16 @@ class Rerun:
             else:
                 with torch.set_grad_enabled(x.grad and torch.is_grad_enabled()):
                     self.values[x] = self._call(x)
-                if self.double and x.dtype.is_floating_point and (self.values[x] == math.inf).any() and \
-                        not any((self.values[y] == math.inf).any() for y in x.inputs):
+                if self.double and x.dtype.is_floating_point and self._overflows(x):
                     self.overflows.append(x)
                 todo.pop()
         return self.values[v]
+
+    def _overflows(self, x: Value) -> bool:
+        """Is it infinite where its inputs are not? Sums are -inf by design, where two masks of finfo.min meet; products are not."""
+        made = self.values[x]
+        made = made.abs() if x.name.partition(".")[0] in _PRODUCTS else made
+        return bool((made == math.inf).any()) and not any(y.dtype.is_floating_point and self.values[y].isinf().any() for y in x.inputs)
 
     def _call(self, x: Value) -> torch.Tensor:
         def convert(a):
@@ -93,7 +102,7 @@ class Rerun:
         if not self.double:
             return result
         result = _double(result)
-        return _overflowing(result, x.dtype) if x.dtype.is_floating_point else result
+        return _overflowing(result, x.dtype, x.name.partition(".")[0] in _SUMS) if x.dtype.is_floating_point else result
 
     # ------------------------------------------------------------------ the rewritten graph
     def node(self, node: fx.Node, step: int) -> Any:
@@ -134,14 +143,14 @@ class Rerun:
             torch.set_default_dtype(default)
 
 
-def _overflowing(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float64 `t` with what the model's dtype makes of huge numbers: two added finfo.min are -inf; finfo.min swallows a score, in float16 too.
+def _overflowing(t: torch.Tensor, dtype: torch.dtype, is_sum: bool) -> torch.Tensor:
+    """float64 `t` with what the model's dtype makes of huge numbers: two added finfo.min are -inf; finfo.min swallows a score that is added, in float16 too.
 
     Gradients pass as through the unrounded value.
     """
     rounded = t.detach().to(dtype).double()
     off = rounded.isinf() & ~t.detach().isinf()
-    low = (t.detach() <= HIDING_FILL) & t.detach().isfinite() & ~off
+    low = (t.detach() <= HIDING_FILL) & t.detach().isfinite() & ~off & is_sum
     if off.any():
         t = torch.where(off, rounded, t)
     return t + torch.where(low, rounded - t.detach(), 0.0) if low.any() else t
