@@ -197,7 +197,7 @@ def _evaluated(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -
     head, v_head = (sum(c.width for c in chunks(d)) for d in (problem.D, problem.Dv))
     z = math.prod(problem.extents)
     own = math.prod(e for axis, e in zip(spec.axes, problem.extents) if axis in spec.k | spec.v)
-    products, exps, once, again, outer = _compiled(kernel)(z, z // own, problem.M, problem.N, head, v_head, WIDTHS[problem.dtype],
+    products, exps, once, again, outer = _compiled(kernel)(z, max(z // max(own, 1), 1), problem.M, problem.N, head, v_head, WIDTHS[problem.dtype],
                                                            plan.BLOCK_M, plan.BLOCK_N, visible)
     if products:
         extents = dict(zip(spec.axes, problem.extents))
@@ -214,7 +214,7 @@ def _cost(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -> Cos
     gpu = plan.gpu
     products, exps, once, again, outer = _evaluated(kernel, spec, problem, plan)
     memory, cache = once / (gpu.bandwidth * BANDWIDTH), (once + again) / (gpu.bandwidth * CACHE)
-    if not products:
+    if not products or not outer:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, 1.0)
     rate, mean = RATES[plan.schedule, kernel], outer / (gpu.sms * _resident(kernel, problem, plan))
     matrix = products / (_matrix_rate(problem, gpu) * rate.matrix)

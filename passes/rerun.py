@@ -76,9 +76,9 @@ class Rerun:
 
     def _overflows(self, x: Value) -> bool:
         """Is it infinite where its inputs are not? Sums are -inf by design, where two masks of finfo.min meet; products are not."""
-        made = self.values[x]
-        made = made.abs() if x.name.partition(".")[0] in _PRODUCTS else made
-        return bool((made == math.inf).any()) and not any(y.dtype.is_floating_point and self.values[y].isinf().any() for y in x.inputs)
+        infinite = torch.isinf if x.name.partition(".")[0] in _PRODUCTS else torch.isposinf
+        of = lambda v: v.dtype.is_floating_point and bool(infinite(self.values[v]).any())
+        return of(x) and not any(of(y) for y in x.inputs)
 
     def _call(self, x: Value) -> torch.Tensor:
         def convert(a):

@@ -135,3 +135,12 @@ def test_a_relative_table_costs_no_bytes_of_every_pair():
     bytes_of = lambda variant: moved(spec(variant), p, make_plan(spec(variant), p, BY_NAME["A100"], "forward"))
     plain, line, bias = bytes_of(CORE["full"]), bytes_of(MORE["relative"]), bytes_of(CORE["bias"])
     assert plain < line < plain * 1.1 and bias > line + p.M * p.N * 8
+
+
+@pytest.mark.parametrize("extents, M", [((0, 4), 64), ((2, 4), 0)])
+def test_nothing_costs_a_launch(extents, M):
+    p = Problem(extents, M, M, 64, 64, "float16", "float16")
+    for direction in ("forward", "backward"):
+        plan = make_plan(spec(CORE["causal"]), p, BY_NAME["H200"], direction)
+        assert cost.moved(spec(CORE["causal"]), p, plan) == 0
+        assert all(c.seconds == cost.LAUNCH for c in cost.predict(spec(CORE["causal"]), p, plan))
