@@ -17,7 +17,7 @@ from ..writer import Kernel, Writer
 from .common import Body, scaled
 from .hopper import barriers, block_shape, listed_tiles, position, reserve, segments, tile_view, tma_arguments
 from .hopper_captured import reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
-from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, is_split, look, names, predecessor, sum_dq
+from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, is_split, names, predecessor, sum_dq, turns
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
 WARPS = 8
@@ -143,12 +143,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
     for c in site.v_chunks:
         out.assign(f"v{c.suffix}", tile_view("v_tile", c, "0", "BLOCK_N"))
         out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
-    out.line("mbarrier.wait(kv_full.index(0), 0)")
-    if site.ordered:
-        out.assign("previous", "Turns")
-    with out.block("for step in tl.range(0, steps):"):
-        step_at(site, out, others)
-        look(site, out)
+    with turns(site, out, others):
         out.assign("i", "i0 + rows")
         for c in site.qk_chunks:
             out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))

@@ -9,6 +9,8 @@ a tile of keys begin and end the later, the later its keys: its predecessor is t
 """
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 from ...expr import QK, Var
 from ..gluon import Partition
 from ..parts import Site, count, flatten, tiles_name
@@ -112,18 +114,25 @@ def finish_dq(site: Site, out: Writer) -> None:
         pass_on(site, out, "")
 
 
-def sum_dq(site: Site, others) -> Partition:
-    """The warpgroup that computes dQ."""
-    adder = Partition("sum_dq", "One warpgroup: the share of dQ of all keys of this tile, row tile by row tile.")
-    out, chunks = adder.body, site.qk_chunks
-    for c in chunks:
-        out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
+@contextmanager
+def turns(site: Site, out: Writer, others):
+    """Of a warpgroup that adds to dQ: the loop over row tiles, once the keys have arrived."""
     out.line("mbarrier.wait(kv_full.index(0), 0)")
     if site.ordered:
         out.assign("previous", "Turns")
     with out.block("for step in tl.range(0, steps):"):
         step_at(site, out, others)
         look(site, out)
+        yield
+
+
+def sum_dq(site: Site, others) -> Partition:
+    """The warpgroup that computes dQ."""
+    adder = Partition("sum_dq", "One warpgroup: the share of dQ of all keys of this tile, row tile by row tile.")
+    out, chunks = adder.body, site.qk_chunks
+    for c in chunks:
+        out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
+    with turns(site, out, others):
         out.line("mbarrier.wait(ds_full.index(slot), phase)")
         store_ds(site, out, [("j0", "slot * 2"), (f"j0 + {HALF}", "slot * 2 + 1")])
         for c in chunks:
