@@ -30,6 +30,10 @@ class Writer:
         for text in texts:
             self.line(text)
 
+    def quoted(self, text: str) -> None:
+        """Lines inside a string literal: they stand as they are, whatever their length."""
+        self._parts.extend(text.splitlines())
+
     @contextmanager
     def block(self, head: str, comment: str = ""):
         """`head` and an indented block under it."""

@@ -14,13 +14,13 @@ from flashfx.codegen import gpu, load, triton_host
 from flashfx.codegen.blocks import pays
 from flashfx.codegen.parts import chunks, peel
 from flashfx.codegen.plan import DIRECTIONS, REGISTER_LIMIT, make_plan, overridden, registers_per_thread, why_not_hopper
-from flashfx.codegen.render import render
+from flashfx.codegen.render import blocks_module, render
 from flashfx.codegen.schedules import hopper
 from flashfx.codegen.writer import WIDTH, Writer, wrapped
 from flashfx.errors import PlanError
 from flashfx.expr import parse
 
-from .cases import CORE, MORE, problem, spec
+from .cases import CORE, MORE, Variant, problem, spec
 
 ALL = {**CORE, **MORE}
 
@@ -115,6 +115,17 @@ def test_files(tmp_path, monkeypatch):
     assert inspect.getsource(module.attention_forward.fn).strip() in source.text
     assert module.SPEC == s and module.PROBLEM == p
     assert module.__doc__.splitlines()[2:6] == ["    " + line for line in str(s).splitlines()][:4]
+
+
+def test_a_spec_longer_than_a_line_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    long = " & ".join(f"(j // {n} <= i // {n} + doc[b, j])" for n in range(3, 13))
+    s = spec(Variant(("doc: int[2]",), where=long))
+    p = problem("self", 64, "bfloat16")
+    assert max(map(len, str(s).splitlines())) > WIDTH
+    module = load.load(render(s, make_plan(s, p, gpu.DEFAULT, "forward"), p).text)
+    assert module.SPEC == s and all(line.strip() in module.__doc__ for line in str(s).splitlines())
+    assert str(s.mask()).splitlines()[2] in blocks_module(s.mask()).__doc__
 
 
 @pytest.mark.parametrize("name", ALL)
