@@ -1,7 +1,7 @@
 """Run one spec through launch, in float64 and in plain eager PyTorch of the same dtype, and hold the errors against the budget."""
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -43,7 +43,12 @@ def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[
     real = lse[lse.isfinite() & (lse < MEAN_ROW)].double()
     digits = max(1.0, size(real)) if exact else 1.0  # a float32 of that size stands for the row's sum
     dp = size(grad_out @ v.mT) * digits
-    scales = {"q": dp * size(k) * slope(QK), "k": dp * size(q) * slope(QK), "v": size(grad_out) * digits if exact else 0.0}
+    scales = {"q": dp * size(k) * slope(QK), "k": dp * size(q) * slope(QK), "v": 0.0}
+    if exact:  # a key's weights are rounded row by row: a random walk of at most sqrt(their sum), which is the gradient of sum(out)
+        v = v.clone().requires_grad_()
+        out = reference(replace(spec, dropout=0.0), q, k, v, aux, sizes, None, torch.float64)
+        weight = size(torch.autograd.grad(torch.where(out.isnan(), 0.0, out).sum(), v)[0].nan_to_num(0.0))
+        scales["v"] = size(grad_out) * digits * max(1.0, weight) ** 0.5
     for load in spec.score.loads:  # weights of a row sum to one: one such term per row, and the rounding of rows adds up as a random walk
         rows_summed = lse.numel() / max(1, tensors[load.name].numel())
         scales[load.name] = max(scales.get(load.name, 0.0), dp * slope(load) * max(1.0, rows_summed) ** 0.5)
