@@ -1,8 +1,12 @@
 """`python -m flashfx explain`."""
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import shlex
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -13,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from .capture import explain as explain_call
 from .codegen.gpu import BY_NAME
 from .errors import FlashFXError
+from .hf import said
 from .report import Report
 from .targets import DTYPES, Target, huggingface, load
 
@@ -87,13 +92,34 @@ def explain(
 
 
 def _explained(found: Target, train: bool, card: str | None) -> tuple[Report, str]:
-    try:
-        with found.mode, torch.set_grad_enabled(train):
-            return explain_call(found.fn, *found.args, gpu=card, **found.kwargs), found.about
-    except (FlashFXError, DataDependentOutputException):
-        raise
-    except Exception as error:
-        raise FlashFXError(f"{found.about} cannot be captured: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    """The report, and what it is of. Raises FlashFXError with the cause if no call of `found` can be captured."""
+    first: FlashFXError | None = None
+    for call in (found, *found.others):
+        try:
+            with call.mode, torch.set_grad_enabled(train), _quiet():
+                report = explain_call(call.fn, *call.args, gpu=card, **call.kwargs)
+        except (FlashFXError, DataDependentOutputException):
+            raise
+        except Exception as error:
+            first = first or FlashFXError(f"{call.about} cannot be captured: {said(error)}")
+            continue
+        if call.note:
+            print(f"note: {call.note}", file=sys.stderr)
+        return report, call.about
+    raise first
+
+
+@contextlib.contextmanager
+def _quiet():
+    """PyTorch logs what it raises, with its stack, and warns of what concerns a compilation; not where somebody asked for logs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(before if os.environ.get("TORCH_LOGS") else logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 def _again(arguments: list[str]) -> str:

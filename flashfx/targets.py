@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, ContextManager
 
 import torch
@@ -19,13 +19,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass
 class Target:
-    """A call to explain: `fn(*args, **kwargs)`, inside `mode`. `about` describes it in a few words."""
+    """A call to explain: `fn(*args, **kwargs)`, inside `mode`. `about` describes it in a few words, `note` says what else was asked for; `others`
+    are further calls to try if it fails."""
 
     fn: Callable
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     mode: ContextManager = field(default_factory=contextlib.nullcontext)
     about: str = ""
+    note: str = ""
+    others: tuple[Target, ...] = ()
 
 
 def load(target: str, shapes: list[str], dtype: str, train: bool) -> Target:
@@ -107,18 +110,26 @@ def huggingface(name: str, attn: str, batch: int, seq: int, dtype: str, layers: 
     config = hf.configuration(name)
     for change in changes:
         key, equals, value = change.partition("=")
-        if not equals or not hasattr(config, key):
-            raise FlashFXError(f"--set {change}: the configuration of {name} has no {key!r}" if equals else f"--set {change}: key=value is expected")
-        setattr(config, key, _value(value))
+        try:
+            hf.change(config, key, _value(value))
+        except AttributeError:
+            raise FlashFXError(f"--set {change}: the configuration of {name} has no {key!r}" if equals else f"--set {change}: key=value is expected") from None
     full = hf.depth(config)
     if layers:
         hf.shorten(config, layers)
     mode = contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        model = hf.build(config, attn, DTYPES[dtype], train)
-        given = hf.inputs(model, batch, seq)
-    about = f"{type(model).__name__}, {attn}, batch {batch}, length {seq}, {dtype}, {'training' if train else 'inference'}"
-    return Target(model, (), given, mode, f"{about}, {layers} of {full} layers" if layers and layers < full else about)
+        model = hf.build(config, attn, DTYPES[dtype], train, initialised=real)
+        made = hf.inputs(model, batch, seq)
+    of = f", {layers} of {full} layers" if layers and layers < full else ""
+
+    def target(given: dict, note: str) -> Target:
+        length = given["input_ids"].shape[-1] if "input_ids" in given else seq
+        about = f"{type(model).__name__}, {attn}, batch {batch}, length {length}, {dtype}, {'training' if train else 'inference'}{of}"
+        return Target(model, (), given, mode, about, note)
+
+    first, *others = (target(*pair) for pair in made)
+    return replace(first, others=tuple(others))
 
 
 def _value(text: str):

@@ -123,7 +123,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
             _verify(site, records[site], vg, pairs)
     for owner in dict.fromkeys(site.out.owner for site in found):
         for old, new in replaced[owner].items():
-            _same_kind(old, new)
+            _same_kind(vg.timeline[old][0][1], new)
             old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
     sweep(gm, vg, still_read(vg, _cut(found)), unread)
     gm.graph.lint()
@@ -211,12 +211,12 @@ def _region(site: Site, label: str, record: _Record, device: torch.device | None
                    checked=record.checked, unchecked=record.unchecked)
 
 
-def _same_kind(old: fx.Node, new: fx.Node) -> None:
-    """Law of splice: the replacement has the shape and dtype of what it replaces."""
-    a, b = old.meta.get("example_value"), new.meta["example_value"]
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and len(a.shape) == len(b.shape) and all(same(size(x), size(y)) for x, y in zip(a.shape, b.shape)), \
-            f"{old} is {a.dtype} {tuple(a.shape)}, its replacement {new} {b.dtype} {tuple(b.shape)}"
+def _same_kind(old: Value, new: fx.Node) -> None:
+    """Law of splice: the replacement has the shape and dtype of what it replaces, as it was made: `unsqueeze_` may change a node's own example later."""
+    b = new.meta["example_value"]
+    if isinstance(b, torch.Tensor):
+        assert old.dtype == b.dtype and len(old.shape) == len(b.shape) and all(same(size(x), size(y)) for x, y in zip(old.shape, b.shape)), \
+            f"{old.owner} is {old.dtype} {old.shape}, its replacement {new} {b.dtype} {tuple(b.shape)}"
 
 
 def _drop(found: dict[Site, Lifted], records: dict[Site, _Record], stage: str, vg: ValueGraph) -> None:

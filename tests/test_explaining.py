@@ -107,7 +107,7 @@ def test_shapes(text, shape):
             tensor(bad, "bf16")
 
 
-@pytest.mark.parametrize("model", ["gpt2", "gemma2", "t5", "vit", "whisper"])
+@pytest.mark.parametrize("model", ["gpt2", "gemma2", "t5", "clip", "whisper"])
 def test_huggingface_models_need_no_memory(model, tmp_path):
     pytest.importorskip("transformers")
     page = tmp_path / "page.html"
