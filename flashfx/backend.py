@@ -145,13 +145,14 @@ def _summarise(spec, problem) -> bool:
     return pays(spec, problem)
 
 
-def rewrite_graph(gm: fx.GraphModule, options: Options, card=None) -> list[Region]:
-    """Rewrite `gm` in place under `options`; dumps and verifies if asked to. card: the GPU to rewrite for, wherever the tensors are. Raises VerifyError."""
+def rewrite_graph(gm: fx.GraphModule, options: Options, card=None, clock=None) -> list[Region]:
+    """Rewrite `gm` in place under `options`; dumps and verifies if asked to. card: the GPU to rewrite for, wherever the tensors are; clock: times each
+    site (`flashfx.passes.pipeline.rewrite`). Raises VerifyError."""
     from torch._functorch import config as functorch_config
     from .passes.pipeline import rewrite
     from . import op
     before = gm.print_readable(print_output=False) if options.dump else ""
-    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, summarise=_summarise,
+    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, clock=clock, summarise=_summarise,
                       why_not=functools.partial(_no_kernel, card=card), device=None if card is None else torch.device("cuda"))
     if options.verify:
         from .verification import raise_if_wrong

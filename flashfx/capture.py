@@ -94,28 +94,44 @@ def needs_gradients(gm: fx.GraphModule) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in examples)
 
 
-def explain(fn: Callable, *args, gpu: str | None = None, **kwargs) -> Report:
+def explain(fn: Callable, *args, gpu: str | None = None, measure: bool = False, **kwargs) -> Report:
     """What FlashFX would do with `fn(*args, **kwargs)`, a module or function, compiled or not; nothing is compiled for it.
 
     The call is captured and not run, unless Dynamo breaks its graph: see `graphs_of`. Gradients decide whether the report is for training, as
     in a compilation: call it under `torch.no_grad()` for inference. Arguments may be fake tensors (`FakeTensorMode`), so that a model
     needs no memory.
 
-    gpu  name of a row of `flashfx.codegen.gpu.GPUS` to plan for, e.g. "A100", as if the tensors lay there; by default this machine's GPU, or
-         the H100 where there is none.
-    Raises FlashFXError if `gpu` is unknown, and whatever the call itself raises.
+    gpu      name of a row of `flashfx.codegen.gpu.GPUS` to plan for, e.g. "A100", as if the tensors lay there; by default this machine's GPU, or
+             the H100 where there is none.
+    measure  also run each distinct site on this machine's GPU, on random data of its shapes: the calls that the model makes, one by one, and the
+             generated kernels; medians of the GPU's time, forward and, in training, backward (`Region.measured`). Takes seconds for each, and
+             memory for the scores of one site.
+    Raises FlashFXError if `gpu` is unknown, or is not this machine's though `measure` is set, and whatever the call itself raises.
     """
     from .backend import rewrite_graph
     from .codegen.gpu import BY_NAME, current
     from .options import Options
-    if gpu is not None and gpu not in BY_NAME:
+    here = current()
+    if gpu is not None and gpu not in (*BY_NAME, here.name):
         raise FlashFXError(f"unknown GPU {gpu!r}; known: {', '.join(BY_NAME)}")
-    card = BY_NAME[gpu] if gpu is not None else current()
+    clock = _clock(gpu) if measure else None
+    card = here if gpu in (None, here.name) else BY_NAME[gpu]
 
     def take(gm) -> tuple[list[Region], bool]:
-        return rewrite_graph(gm, Options(), BY_NAME[gpu] if gpu is not None else None), needs_gradients(gm)
+        return rewrite_graph(gm, Options(), card if gpu is not None or clock else None, clock), needs_gradients(gm)
 
     found = graphs_of(fn, args, kwargs, take)
     training = any(t for _, t in found)
     return Report(tuple(SiteReport(r, card, training) for regions, _ in found for r in regions), len(found), card,
                   gpu is not None or torch.cuda.is_available(), training)
+
+
+def _clock(gpu: str | None):
+    """What times a site. Raises FlashFXError if the plans are not for the GPU of this machine."""
+    from .bench.measure import seconds
+    from .codegen.gpu import current
+    if not torch.cuda.is_available():
+        raise FlashFXError("measuring needs the GPU that the plans are for, and this machine has none: leave `measure` out for predictions, or run it there")
+    if gpu not in (None, current().name):
+        raise FlashFXError(f"measuring needs the GPU that the plans are for: that is the {gpu}, and this machine has the {current().name}; leave `gpu` out")
+    return seconds

@@ -15,7 +15,7 @@ import typer
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from .capture import explain as explain_call
-from .codegen.gpu import BY_NAME
+from .codegen.gpu import BY_NAME, current
 from .errors import FlashFXError
 from .hf import said
 from .report import Report
@@ -34,12 +34,13 @@ def explain(
     dtype: Annotated[str, typer.Option(help="of the weights and inputs: bf16, fp16, fp32, fp64")] = "bf16",
     train: Annotated[bool, typer.Option("--train", help="a training step: gradients, dropout")] = False,
     gpu: Annotated[str, typer.Option(help=f"plan for this card: {', '.join(BY_NAME)}; this machine's by default, else the H100")] = "",
+    measure: Annotated[bool, typer.Option("--measure", help="also time each distinct site on this machine's GPU, original and rewritten")] = False,
     html: Annotated[str, typer.Option(help="write the page here")] = "",
     json_: Annotated[bool, typer.Option("--json", help="print the whole record as JSON instead of text")] = False,
     kernels: Annotated[str, typer.Option(help="write each distinct kernel into this folder, as a file that checks itself when run")] = "",
     strict: Annotated[bool, typer.Option("--strict", help="exit with 1 if a site is left alone")] = False,
 ) -> None:
-    """What would be rewritten in a model, why, and why not. Nothing is compiled and no kernel runs.
+    """What would be rewritten in a model, why, and why not. Nothing is compiled and, without --measure, no kernel runs.
 
     TARGET names either a function without required arguments that returns (model, inputs), inputs being a tensor, a tuple of arguments or a
     dict of keyword arguments; or the module or function itself, with --input for each of its arguments.
@@ -62,21 +63,21 @@ def explain(
     """
     if bool(target) == bool(hf):
         raise typer.BadParameter("give either TARGET (module:name) or --hf MODEL")
-    if gpu and gpu not in BY_NAME:
+    if gpu and gpu not in (*BY_NAME, current().name):
         raise typer.BadParameter(f"unknown GPU {gpu!r}; known: {', '.join(BY_NAME)}")
     if dtype not in ("bf16", "fp16", "fp32", "fp64"):
         raise typer.BadParameter(f"unknown dtype {dtype!r}; known: {', '.join(list(DTYPES)[:4])}")
     if hf and inputs:
         raise typer.BadParameter("--input is for TARGET; a HuggingFace model gets its inputs from --seq and --batch")
-    card = gpu or (None if not hf or torch.cuda.is_available() else "H100")
+    card = gpu or (current().name if hf or torch.cuda.is_available() else None)  # the arguments made here lie in the CPU's memory
     if hf:
         made = lambda real: huggingface(hf, attn, batch, seq, dtype, layers, changes or [], train, real)
         try:
-            report, about = _explained(made(False), train, card)
+            report, about = _explained(made(False), train, card, measure)
         except DataDependentOutputException:  # it reads numbers out of tensors, which fake ones do not have
-            report, about = _explained(made(True), train, card)
+            report, about = _explained(made(True), train, card, measure)
     else:
-        report, about = _explained(load(target, inputs or [], dtype, train), train, card)
+        report, about = _explained(load(target, inputs or [], dtype, train), train, card, measure)
     report = report.titled(about, _again(sys.argv[1:]))
     if kernels:
         for number, group in enumerate(g for g in report.groups() if g.site.fused):
@@ -91,13 +92,13 @@ def explain(
     raise typer.Exit(1 if strict and report.fused < len(report) else 0)
 
 
-def _explained(found: Target, train: bool, card: str | None) -> tuple[Report, str]:
+def _explained(found: Target, train: bool, card: str | None, measure: bool) -> tuple[Report, str]:
     """The report, and what it is of. Raises FlashFXError with the cause if no call of `found` can be captured."""
     first: FlashFXError | None = None
     for call in (found, *found.others):
         try:
             with call.mode, torch.set_grad_enabled(train), _quiet():
-                report = explain_call(call.fn, *call.args, gpu=card, **call.kwargs)
+                report = explain_call(call.fn, *call.args, gpu=card, measure=measure, **call.kwargs)
         except (FlashFXError, DataDependentOutputException):
             raise
         except Exception as error:

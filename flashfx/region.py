@@ -103,6 +103,16 @@ class Checked:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Median seconds of one site in one direction, "forward" or "backward", on random data: the calls that the graph had, one by one, and what was
+    put in their place. None where a side did not fit into memory."""
+
+    direction: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
 class Region:
     """One attention site on its way through the stages; later fields are filled by later stages.
 
@@ -115,6 +125,7 @@ class Region:
     problem from check
     device  type of the device it was checked for
     checked from verify, if that was asked for; `unchecked` says why it is empty then
+    measured likewise: times, and `unmeasured`
     """
 
     site: str
@@ -133,6 +144,8 @@ class Region:
     device: str = ""
     checked: tuple[Checked, ...] = ()
     unchecked: str = ""
+    measured: tuple[Measured, ...] = ()
+    unmeasured: str = ""
 
     @property
     def fused(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from .errors import FlashFXError, PlanError
-from .region import Refusal, Region
+from .region import Measured, Refusal, Region
 from .spec import BLOCK
 
 
@@ -167,6 +167,8 @@ class SiteReport:
             if self.training:
                 out.append(f"        backward {self.traffic('backward')}")
             out += [f"{'time' if direction == 'forward' else '':<7} {direction} {self._time(direction)}" for direction in self.directions]
+            out += [f"{'' if n else 'clock':<7} {m.direction} {_clocked(m)}" for n, m in enumerate(self.region.measured)]
+            out += [f"clock   {self.region.unmeasured}"] * bool(self.region.unmeasured)
         except PlanError as error:
             out.append(f"plan    none: {error}")
         return out
@@ -244,10 +246,12 @@ class Report:
             table.setdefault(key, ([], site))[0].append(number)
         return [Group(tuple(numbers), site) for numbers, site in table.values()]
 
-    def totals(self) -> dict[str, float]:
+    def totals(self) -> dict[str, Any]:
         """Over all fused sites with a plan, of one forward (and, in training, backward): bytes to and from device memory before and after, and
-        the seconds that the difference takes at the card's bandwidth."""
+        the seconds that the difference takes at the card's bandwidth; "measured": seconds before and after of the `sites` that were measured on both
+        sides, or None."""
         before = after = 0
+        measured = {"before": 0.0, "after": 0.0, "sites": 0}
         for group in self.groups():
             for direction in group.site.directions if group.site.fused else ():
                 try:
@@ -256,7 +260,12 @@ class Report:
                     continue
                 before += moved.before * len(group.numbers)
                 after += moved.after * len(group.numbers)
-        return {"before": before, "after": after, "seconds": (before - after) / self.gpu.bandwidth}
+            clock = group.site.region.measured
+            if clock and all(m.before and m.after for m in clock):
+                measured["sites"] += len(group.numbers)
+                for side in ("before", "after"):
+                    measured[side] += sum(getattr(m, side) for m in clock) * len(group.numbers)
+        return {"before": before, "after": after, "seconds": (before - after) / self.gpu.bandwidth, "measured": measured if measured["sites"] else None}
 
     def to_json(self) -> str:
         """All there is to know, as JSON: "sites" (`SiteReport.as_dict`), "groups" of equal ones, "kernels" (generated sources by key), "totals"."""
@@ -315,8 +324,17 @@ class Report:
         """What plans are for, if that is not plain; else ""."""
         return "" if self.here else f"plans are for the {self.gpu.name}; without a GPU the tiled PyTorch schedule runs"
 
+    @property
+    def clock(self) -> str:
+        """What was measured in all, if anything was; else ""."""
+        from .codegen.traffic import duration
+        if (found := self.totals()["measured"]) is None:
+            return ""
+        return (f"measured on the {self.gpu.name}, {found['sites']} of {self.fused} fused sites, {'forward and backward' if self.training else 'forward'}: "
+                f"{duration(found['before'])} -> {duration(found['after'])}")
+
     def __str__(self) -> str:
-        parts = ["\n".join(filter(None, [self.head, self.note]))]
+        parts = ["\n".join(filter(None, [self.head, self.note, self.clock]))]
         for group in self.groups():
             site = group.site
             source = [f"  at {site.region.source}"] if site.fused and site.region.source else []
@@ -325,6 +343,14 @@ class Report:
         return "\n\n".join(parts)
 
     __repr__ = __str__
+
+
+def _clocked(m: Measured) -> str:
+    """"1.2 ms -> 310 us measured (3.9x faster)"."""
+    from .codegen.traffic import duration
+    said = lambda s: "out of memory" if s is None else duration(s)
+    ratio = f" ({max(m.before, m.after) / min(m.before, m.after):.1f}x {'faster' if m.before > m.after else 'slower'})" if m.before and m.after else ""
+    return f"{said(m.before)} -> {said(m.after)} measured{ratio}"
 
 
 def _plain(value: Any) -> Any:

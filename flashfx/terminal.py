@@ -9,13 +9,13 @@ from rich.text import Text
 
 from .report import Report, SiteReport
 
-_LABEL = re.compile(r"^(\s*)(given|sizes|qk|score|where|empty|drop|out|sink|shape|tiles|plan|memory|backward|matched|hint:|at)(?=\s)")
+_LABEL = re.compile(r"^(\s*)(given|sizes|qk|score|where|empty|drop|out|sink|shape|tiles|plan|memory|time|clock|backward|matched|hint:|at)(?=\s)")
 
 
 def rendered(report: Report) -> Group:
     """One panel for each group of equal sites, under the summary."""
     parts: list = [Text(report.head, style="bold")]
-    parts += [Text(line, style="dim") for line in (report.about, report.note) if line]
+    parts += [Text(line, style="dim") for line in (report.about, report.note, report.clock) if line]
     for group in report.groups():
         site = group.site
         title = Text.assemble((f"{group.label} ", "bold"), ("fused" if site.fused else "left alone", "bold green" if site.fused else "bold yellow"),
@@ -35,5 +35,5 @@ def _styled(line: str) -> Text:
         text.stylize("cyan", *label.span(2))
     if line.strip().startswith(("at ", "hint:")):
         text.stylize("dim" if "at " in line[:8] else "green")
-    text.highlight_regex(r"\d+(\.\d+)?x less", "bold green")
+    text.highlight_regex(r"\d+(\.\d+)?x (less|faster)", "bold green")
     return text

@@ -16,6 +16,7 @@ from .draw import after, before
 from .find import DROPOUTS, Site, find
 from .index import same, size
 from .lift import Lifted, lift
+from .measure import Clock, measure
 from .normalise import normalise
 from .operands import Operand
 from .softmax import is_rounding
@@ -88,13 +89,16 @@ class _Record:
     after: tuple[Node, ...] = ()
     checked: tuple = ()
     unchecked: str = ""
+    measured: tuple = ()
+    unmeasured: str = ""
 
 
-def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, why_not=None, summarise=None,
+def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = False, clock: Clock | None = None, why_not=None, summarise=None,
             device: torch.device | None = None, label: str = "graph") -> list[Region]:
     """Rewrite `gm` (a Dynamo graph) in place, bodies of higher-order ops included. Returns one Region per site.
 
     verify compares each rewritten site with its original; what it finds is in `Region.checked`.
+    clock times each rewritten site and its original (`flashfx.passes.measure`), equal ones once; what it says is in `Region.measured`.
     device is where the graph will run, the operands' own unless given.
     why_not(spec, problem, device) says why no kernel can run a site there, or None; without it every site counts as runnable.
     summarise(spec, problem) says whether the mask is worth a run-time summary; without it none is.
@@ -103,7 +107,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     for node in gm.graph.nodes:
         body = getattr(gm, node.target, None) if node.op == "get_attr" and isinstance(node.target, str) else None
         if isinstance(body, fx.GraphModule):
-            regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, why_not=why_not, summarise=summarise,
+            regions += rewrite(body, dropout_allowed=dropout_allowed, verify=verify, clock=clock, why_not=why_not, summarise=summarise,
                                device=device, label=f"{label}/{node.target}")
     vg = _readable(gm)
     sites = find(vg) if vg is not None else []
@@ -116,11 +120,14 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     unread = {n for n in gm.graph.nodes if not n.users}
     listed = {site for site in found if summarise is not None and summarise(found[site].spec, records[site].problem)}
     replaced = _splice_all(gm, vg, found, records, listed)
+    timed: dict = {}
     for site in found:
         pairs = replaced[site.out.owner]
         records[site].after = after(next(iter(pairs.values())), vg) if pairs else ()
         if verify:
             _verify(site, records[site], vg, pairs)
+        if clock is not None:
+            _measure(site, records[site], vg, pairs, device or site.out.fake.device, clock, timed)
     for owner in dict.fromkeys(site.out.owner for site in found):
         for old, new in replaced[owner].items():
             _same_kind(vg.timeline[old][0][1], new)
@@ -142,6 +149,17 @@ def _verify(site: Site, record: _Record, vg: ValueGraph, pairs: dict[fx.Node, fx
         record.unchecked = f"not verified: the original cannot be run again ({type(error).__name__}: {error})"
     if record.unchecked:
         log.warning("%s: %s", site.out.owner.name, record.unchecked)
+
+
+def _measure(site: Site, record: _Record, vg: ValueGraph, pairs: dict[fx.Node, fx.Node], device: torch.device, clock: Clock, timed: dict) -> None:
+    key = (record.lifted.spec, record.problem, site.weights is None, source_line(site.out.owner))
+    if key not in timed:
+        try:
+            timed[key] = measure(site, record.lifted, vg, pairs, device, clock), ""
+        except Exception as error:  # a fault of the clock, not of the rewrite
+            log.debug("%s: cannot be measured", site.out.owner.name, exc_info=error)
+            timed[key] = (), f"not measured: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    record.measured, record.unmeasured = timed[key]
 
 
 def _readable(gm: fx.GraphModule) -> ValueGraph | None:
@@ -208,7 +226,7 @@ def _region(site: Site, label: str, record: _Record, device: torch.device | None
         return region
     return replace(region, spec=lifted.spec, captured=tuple(map(_described, lifted.aux)), problem=record.problem,
                    sink=_described(lifted.sink[0]) if lifted.sink else "", after=record.after if record.refusal is None else (),
-                   checked=record.checked, unchecked=record.unchecked)
+                   checked=record.checked, unchecked=record.unchecked, measured=record.measured, unmeasured=record.unmeasured)
 
 
 def _same_kind(old: Value, new: fx.Node) -> None:

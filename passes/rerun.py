@@ -4,6 +4,7 @@ Both sides read the same leaves: the operands of a site, and whatever else eithe
 """
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, Callable
 
@@ -29,12 +30,16 @@ class Rerun:
     rounded  round the data to the model's dtypes first
     moved    then move each number by at most one rounding step: results differ as much as rounding makes them
     gradients of what is read are recorded for `leaves`
+    device   where to compute in the model's dtype; None: where the model does
+    timed    run it as the model would, dropout and PyTorch's choice of an SDPA kernel included: to look at the clock, not at the result
     """
 
     def __init__(self, vg: ValueGraph, data: dict[Value, torch.Tensor], sample: Callable[[Value], torch.Tensor], *, double: bool, rounded: bool,
-                 leaves: list[Value], moved: bool = False):
-        self.vg, self.double, self.rounded, self.sample, self.moved = vg, double, rounded, sample, moved
+                 leaves: list[Value], moved: bool = False, device: torch.device | None = None, timed: bool = False):
+        self.vg, self.double, self.rounded, self.sample, self.moved, self.timed = vg, double, rounded, sample, moved, timed
+        self.device = torch.device("cpu") if double else device
         self.overflows: list[Value] = []
+        self.given = set(data)
         self.values: dict[Value, Any] = {}
         self.nodes: dict[fx.Node, Any] = {}
         self.leaves = {v: self._placed(v, data[v]).requires_grad_() for v in leaves}
@@ -45,11 +50,26 @@ class Rerun:
 
     def _placed(self, v: Value, t: torch.Tensor) -> torch.Tensor:
         if not t.is_floating_point():
-            return t if self.double else t.to(v.fake.device)
+            return t.to(self.device or v.fake.device)
         t = t.to(v.dtype) if self.rounded else t
         if self.moved:
             t = t * (1 + torch.finfo(t.dtype).eps * torch.randint(-1, 2, t.shape, generator=torch.Generator().manual_seed(v.number))).to(t.dtype)
-        return t.double().clone() if self.double else t.to(v.fake.device).clone()
+        return t.double().clone() if self.double else t.to(self.device or v.fake.device).clone()
+
+    def shared(self, moving: set[Value], step: int) -> list[torch.Tensor]:
+        """Forget what was computed from `moving`; what is left was computed once, as if for all layers. Returns the tensors that take gradients."""
+        for v in self.values:  # in the order in which they were computed
+            if any(x in moving for x in v.inputs):
+                moving.add(v)
+        dependent: set[fx.Node] = set()
+        for n in self.nodes:
+            if n in self.vg.steps and self.vg.held(n, step) in moving or n not in self.vg.steps and dependent & set(n.all_input_nodes):
+                dependent.add(n)
+        leaf = lambda t: t.detach().requires_grad_(t.requires_grad)
+        self.values = {v: t if v in self.leaves else leaf(t) for v, t in self.values.items() if v in self.given or v not in moving}
+        self.nodes = {n: torch.utils._pytree.tree_map_only(torch.Tensor, leaf, t) for n, t in self.nodes.items() if n not in dependent and n not in self.vg.steps}
+        found = [t for t in torch.utils._pytree.tree_leaves([list(self.values.values()), list(self.nodes.values())]) if isinstance(t, torch.Tensor)]
+        return [t for t in found if t.requires_grad]
 
     # ------------------------------------------------------------------ the original
     def value(self, v: Value) -> torch.Tensor:
@@ -60,8 +80,8 @@ class Rerun:
             if x in self.values:
                 todo.pop()
             elif x in self.vg.constants:
-                constant = self.vg.constants[x].detach()
-                self.values[x] = _double(constant.cpu()) if self.double else constant.to(x.fake.device)
+                constant = self.vg.constants[x].detach().to(self.device or x.fake.device)
+                self.values[x] = _double(constant) if self.double else constant
             elif x.op is None:  # a mask that hides nothing: read by the original, not by the spec
                 self.values[x] = self._placed(x, self.sample(x))
             elif missing := [y for y in x.inputs if y not in self.values]:
@@ -88,13 +108,13 @@ class Rerun:
 
         args, kwargs = torch.utils._pytree.tree_map_only((Value, torch.SymInt, torch.SymFloat), convert, (x.args, dict(x.kwargs)))
         if x.op is DROPOUT:
-            return args[0]
+            return torch.nn.functional.dropout(*args) if self.timed else args[0]
         if x.op is SDPA:
-            q, k, v, mask, _, causal, scale, gqa = args
-            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
-        if self.double:
-            args, kwargs = _widened(args, kwargs)
+            q, k, v, mask, p, causal, scale, gqa = args
+            with contextlib.nullcontext() if self.timed else torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p if self.timed else 0.0, is_causal=causal,
+                                                                        scale=scale, enable_gqa=gqa)
+        args, kwargs = self._elsewhere(args, kwargs)
         if self.double and x.name == "_softmax.default":
             args = (*args[:2], False)
         result = self._run(x.op, args, kwargs)
@@ -122,16 +142,20 @@ class Rerun:
         return found
 
     def _emitted(self, target, args, kwargs):
-        if target is torch.nn.functional.dropout:
+        if target is torch.nn.functional.dropout and not self.timed:
             return args[0]
-        if target is torch.ops.flashfx.attention.default:
+        if target is torch.ops.flashfx.attention.default and not self.timed:
             spec = AttentionSpec.parse(args[6])
             if spec.dropout:
                 from dataclasses import replace
                 args = (*args[:4], None, args[5], replace(spec, dropout=0.0).line, *args[7:])
-        if self.double:
-            args, kwargs = _widened(args, kwargs)
-        return self._run(target, args, kwargs)
+        return self._run(target, *self._elsewhere(args, kwargs))
+
+    def _elsewhere(self, args, kwargs):
+        """Casts to a floating type become casts to float64, devices that of this run."""
+        wide = lambda a: torch.float64 if self.double and isinstance(a, torch.dtype) and a.is_floating_point else a
+        here = lambda name, a: self.device if name == "device" and a is not None and self.device is not None else wide(a)
+        return tuple(map(wide, args)), {name: here(name, a) for name, a in kwargs.items()}
 
     def _run(self, target, args, kwargs):
         """Integers meet floats in float64, where the model computes in its default dtype."""
@@ -158,11 +182,3 @@ def _overflowing(t: torch.Tensor, dtype: torch.dtype, is_sum: bool) -> torch.Ten
 
 def _double(t):
     return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-
-
-def _widened(args, kwargs):
-    """Casts to a floating type become casts to float64, devices the CPU."""
-    wide = lambda a: torch.float64 if isinstance(a, torch.dtype) and a.is_floating_point else a
-    args = tuple(map(wide, args))
-    kwargs = {name: "cpu" if name == "device" and a is not None else wide(a) for name, a in kwargs.items()}
-    return args, kwargs

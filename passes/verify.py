@@ -36,10 +36,9 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph, replaced: dict[fx.Node, f
     operands = [lifted.q[0], lifted.k[0], lifted.v[0], *lifted.aux, *(lifted.sink or [])[:1]]
     pairs = [(vg.timeline[old][0][1], new) for old, new in replaced.items()]
     step = vg.steps[site.out.owner]
-    sources = _sources(pairs, vg, step)
-    leaves = [v for v in sources if v.dtype.is_floating_point and v.reaches_parameters(through_stops=False)]
-    known = [*zip("qkv", (lifted.q, lifted.k, lifted.v)), *((a.name, [o]) for a, o in zip(lifted.spec.aux, lifted.aux)), ("the sink", lifted.sink or [])]
-    names = {v: " and ".join(name for name, candidates in known if any(o.value is v for o in candidates)) or v.owner.name for v in leaves}
+    sources = sources_of(pairs, vg, step)
+    names = names_of(sources, lifted)
+    leaves = list(names)
     found: list[Checked] = []
 
     def compare(what, dtype, ours, theirs, exact, allowed):
@@ -50,7 +49,7 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph, replaced: dict[fx.Node, f
         for trial, (scale, hide) in enumerate(TRIALS):
             if hide and not hides:
                 continue
-            sample = _Sampler(first, trial, {o.value for o in operands}, scale, hide)
+            sample = Sampler(first, trial, {o.value for o in operands}, scale, hide)
             data = {v: sample(v) for v in sources}
             runs = lambda **how: Rerun(vg, data, sample, leaves=leaves if torch.is_grad_enabled() and trial < 2 else [], **how)
             double = runs(double=True, rounded=False)
@@ -97,7 +96,7 @@ def _in_model_dtype(site, runs, pairs, step, names, scores: int) -> list[Checked
     return found
 
 
-def _sources(pairs: list[tuple[Value, fx.Node]], vg: ValueGraph, step: int) -> list[Value]:
+def sources_of(pairs: list[tuple[Value, fx.Node]], vg: ValueGraph, step: int) -> list[Value]:
     """The values that both sides start from: those that the emitted nodes read and that the original passes through."""
     read, seen, todo = [], set(), [new for _, new in pairs]
     while todo:
@@ -113,7 +112,14 @@ def _sources(pairs: list[tuple[Value, fx.Node]], vg: ValueGraph, step: int) -> l
     return [v for v in dict.fromkeys(read) if v in passed]
 
 
-class _Sampler:
+def names_of(sources: list[Value], lifted: Lifted) -> dict[Value, str]:
+    """Those of the sources that take gradients, each with what it is to the site."""
+    known = [*zip("qkv", (lifted.q, lifted.k, lifted.v)), *((a.name, [o]) for a, o in zip(lifted.spec.aux, lifted.aux)), ("the sink", lifted.sink or [])]
+    return {v: " and ".join(name for name, candidates in known if any(o.value is v for o in candidates)) or v.owner.name
+            for v in sources if v.dtype.is_floating_point and v.reaches_parameters(through_stops=False)}
+
+
+class Sampler:
     """value -> float64 (or integer, boolean) data on the CPU, the same whenever it is asked for."""
 
     def __init__(self, sizes: Rerun, trial: int, scaled: set[Value], scale: float, hide: bool):

@@ -186,6 +186,7 @@ CASES = {
     "output changed": (output_changed, qkv, ONE),
     "queries scaled in place": (query_scaled_in_place, lambda: qkv(False), ONE),
     "scores changed in place": (scores_changed_in_place, lambda: (*qkv(), keep(B, 1, M, N)), ONE),
+    "output reshaped in place": (lambda q, k, v: plain(q, k, v).unsqueeze_(2) + 1, qkv, ONE),
     "values changed before the product": (values_changed_between, qkv, ONE),
     "written to an output": (lambda q, k, v, out: torch.matmul((q @ k.mT).softmax(-1), v, out=out) * 2,
                              lambda: (*qkv(False), torch.zeros(B, H, M, D)), (False,)),

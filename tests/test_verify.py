@@ -5,9 +5,14 @@ import pytest
 import torch
 
 import flashfx
+from flashfx.backend import rewrite_graph
+from flashfx.capture import graphs_of
 from flashfx.codegen import launch
+from flashfx.codegen.gpu import DEFAULT
 from flashfx.expr import TRUE
+from flashfx.options import Options
 from flashfx.passes import splice
+from flashfx.report import Report, SiteReport
 
 
 def causal(q, k, v, bias):
@@ -61,18 +66,18 @@ def test_a_dropped_mask_is_named_with_its_line(monkeypatch):
     with pytest.raises(flashfx.VerifyError) as caught:
         flashfx.verify(two, *operands())
     text = str(caught.value)
-    assert text.startswith("site matmul_3 at tests/test_verify.py:16 in causal: return scores.masked_fill(at > at[:, None], float(\"-inf\")).softmax(-1) @ v: "
+    assert text.startswith("site matmul_3 at tests/test_verify.py:21 in causal: return scores.masked_fill(at > at[:, None], float(\"-inf\")).softmax(-1) @ v: "
                            "out differs from its original by")
     assert "where   j <= i" in text
     found = flashfx.verify(two, *operands(), check=False)
-    assert not found and [r.site for r in found.wrong] == ["matmul_3"] and "[1] DIFFERS: matmul_3 at tests/test_verify.py:16" in str(found)
+    assert not found and [r.site for r in found.wrong] == ["matmul_3"] and "[1] DIFFERS: matmul_3 at tests/test_verify.py:21" in str(found)
     assert "[0] ok: matmul_1" in str(found)
 
 
 def test_the_option_catches_it_while_compiling(monkeypatch):
     without_mask(monkeypatch)
     compiled = torch.compile(two, backend="flashfx", options={"inner": "eager", "verify": True})
-    with pytest.raises(Exception, match=r"VerifyError: site matmul_3 at tests/test_verify.py:16 in causal"):
+    with pytest.raises(Exception, match=r"VerifyError: site matmul_3 at tests/test_verify.py:21 in causal"):
         compiled(*operands())
 
 
@@ -111,3 +116,30 @@ def test_sites_that_were_left_alone_are_said_to_be():
         return weights @ v, weights
     found = flashfx.verify(returned, *operands())
     assert found and len(found) == 2 and "1 left alone" in str(found)
+
+
+def test_both_sides_are_timed_on_the_same_data():
+    """Equal sites once; each side is asked for its results and gradients, from the same numbers, and gives the same; a machine without the card is told so."""
+    sides: list = []
+
+    def clock(forward, leaves, device):
+        results = forward()
+        again = forward()
+        assert all(torch.equal(a, b) for a, b in zip(results, again)) and results[0] is not again[0]
+        grads = torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results], allow_unused=True)
+        sides.append((results, [g for g in grads if g is not None]))
+        return {"forward": 2.0 / len(sides), "backward": 4.0 / len(sides)}
+
+    def layers(q, k, v, bias):
+        return causal(causal(q, k, v, bias), k, v, bias)
+
+    with pytest.raises(flashfx.FlashFXError, match="this machine has none" if not torch.cuda.is_available() else "leave `gpu` out"):
+        flashfx.explain(layers, *operands(), torch.zeros(40, 40), gpu="T4", measure=True)
+    (regions,) = graphs_of(layers, operands(), {}, lambda gm: rewrite_graph(gm, Options(), clock=clock))
+    report = Report(tuple(SiteReport(r, DEFAULT, True) for r in regions), 1, DEFAULT, True, True)
+    (before, theirs), (after, ours) = sides
+    torch.testing.assert_close(after, before)
+    assert len(theirs) == len(ours) == 4
+    torch.testing.assert_close(sorted(g.sum() for g in ours), sorted(g.sum() for g in theirs), atol=1e-3, rtol=1e-3)
+    assert report.totals()["measured"] == {"before": 12.0, "after": 6.0, "sites": 2}
+    assert "clock   forward 2 s -> 1 s measured (2.0x faster)" in str(report) and "12 s → 6 s" in report.to_html()

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import time
 from dataclasses import asdict, dataclass
+from typing import Callable
 
 import torch
 
@@ -64,6 +65,37 @@ def median_ms(run, device: torch.device, budget_ms: float = 100.0) -> float:
         run()
         times.append((time.perf_counter() - start) * 1e3)
     return sorted(times)[1]
+
+
+def seconds(forward: Callable[[], list[torch.Tensor]], leaves: list[torch.Tensor], device: torch.device) -> dict[str, float]:
+    """Median seconds of `forward()` and, if there are `leaves`, of the gradients of its results ("backward"). On a GPU both are recorded as CUDA graphs
+    and replayed, so that the host's time does not count."""
+    grads = lambda outs, seeds: torch.autograd.grad(outs, leaves, seeds, retain_graph=True, allow_unused=True)
+    floats = lambda outs: [o for o in outs if o.requires_grad]
+    if device.type != "cuda":
+        outs = floats(forward())
+        found = {"forward": median_ms(forward, device) / 1e3}
+        return found | {"backward": median_ms(lambda: grads(outs, [torch.ones_like(o) for o in outs]), device) / 1e3} if outs else found
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # kernels are compiled and libraries start
+            outs = floats(forward())
+            seeds = [torch.randn_like(o) for o in outs]
+            if outs:
+                grads(outs, seeds)
+        del outs
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, stream=stream):
+        outs = floats(forward())
+    found = {"forward": median_ms(graph.replay, device) / 1e3}
+    if outs:
+        backward = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(backward, pool=graph.pool(), stream=stream):
+            kept = grads(outs, seeds)
+        found["backward"] = median_ms(backward.replay, device) / 1e3
+        del kept
+    return found
 
 
 def operands(shape: Shape, variant: Variant, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:

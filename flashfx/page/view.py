@@ -16,7 +16,7 @@ STAGES = ("find", "lift", "check", "plan", "splice")
 
 def view(report: Report, sources: bool = True) -> dict[str, Any]:
     """Everything that page.html and notebook.html use. Without `sources` neither graphs nor code."""
-    totals = report.totals()
+    totals, clock = report.totals(), report.totals()["measured"]
     groups = [_group(report, number, g, sources) for number, g in enumerate(report.groups())]
     first: dict[str, str] = {}
     for g in groups:  # equal kernels are shown once
@@ -25,7 +25,8 @@ def view(report: Report, sources: bool = True) -> dict[str, Any]:
     return {"title": report.about or "FlashFX report", "head": report.head, "note": report.note, "gpu": report.gpu.name, "total": len(report),
             "fused": report.fused, "alone": len(report) - report.fused, "graphs": report.graphs, "training": report.training,
             "before": human(totals["before"]), "after": human(totals["after"]), "ratio": totals["before"] / totals["after"] if totals["after"] else 0.0,
-            "saved": duration(totals["seconds"]), "bandwidth": f"{report.gpu.bandwidth / 1e9:.0f} GB/s", "command": report.command, "groups": groups}
+            "saved": duration(totals["seconds"]), "bandwidth": f"{report.gpu.bandwidth / 1e9:.0f} GB/s", "command": report.command, "groups": groups,
+            "clock": clock and {"before": duration(clock["before"]), "after": duration(clock["after"]), "sites": clock["sites"], "ratio": clock["before"] / clock["after"]}}
 
 
 def _group(report: Report, number: int, group: Group, sources: bool) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def _group(report: Report, number: int, group: Group, sources: bool) -> dict[str
         "title": f"{count} sites, one spec" if count > 1 else "1 site", "frame": frame, "graph": region.graph,
         "context": source.context(frame) if frame and sources else [], "stack": region.stack[:-1][-6:], "reached": region.reached, "called": region.called,
         "kind": "scaled_dot_product_attention" if region.called else "products and softmax", "checked": [dataclasses.asdict(c) | {"good": c.good} for c in region.checked],
-        "unchecked": region.unchecked, "spec": str(region.spec) if region.spec else "", "short": _short(region)}
+        "unchecked": region.unchecked, "unmeasured": region.unmeasured, "spec": str(region.spec) if region.spec else "", "short": _short(region)}
     if region.spec is not None:
         out["formulas"] = mathml.formulas(region.spec)
         out["empty"] = mathml.EMPTY[region.spec.empty_row] if region.spec.is_masked else ""
@@ -95,6 +96,14 @@ def _planned(report: Report, number: int, group: Group, sources: bool) -> dict[s
     return out
 
 
+def _clock(site, direction: str) -> list[tuple[str, str, float]]:
+    """(side, time, share of the longer one) as measured."""
+    found = next((m for m in site.region.measured if m.direction == direction), None)
+    sides = [] if found is None else [("before", found.before), ("after", found.after)]
+    longest = max((s for _, s in sides if s), default=1.0)
+    return [(name, duration(s) if s else "out of memory", s / longest if s else 1.0) for name, s in sides]
+
+
 def _plan(site, direction: str, count: int) -> dict[str, Any]:
     facts = site.facts(direction)
     plan, moved = facts["plan"], facts["bytes"]
@@ -107,6 +116,6 @@ def _plan(site, direction: str, count: int) -> dict[str, Any]:
             "shared_text": f"{plan['shared'] / 1024:.0f} of {gpu.shared_per_block // 1024} KiB", "reason": plan["reason"],
             "registers": ladder[chosen]["registers"], "choices": ladder[: chosen + 4],
             "resources": [(name, duration(s), s / binding, s == binding) for name, s in facts["resources"].items()],
-            "time": duration(facts["seconds"]),
+            "time": duration(facts["seconds"]), "clock": _clock(site, direction),
             "bytes": [(name, human(moved[key] * count), moved[key] / scale) for name, key in (("before", "before"), ("after", "after"), ("lower bound", "least"))],
             "ratio": moved["before"] / moved["after"] if moved["after"] else 0.0}
