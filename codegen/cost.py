@@ -193,7 +193,7 @@ def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
 def _evaluated(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[float, ...]:
     """The formulas' values: products, exps, bytes once, bytes again, programs. Pieces of a head count in full."""
     counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
-    visible = counts.full + counts.partial
+    visible = counts.visited
     head, v_head = (sum(c.width for c in chunks(d)) for d in (problem.D, problem.Dv))
     z = math.prod(problem.extents)
     own = math.prod(e for axis, e in zip(spec.axes, problem.extents) if axis in spec.k | spec.v)

@@ -40,11 +40,12 @@ def picture(spec: AttentionSpec, problem: Problem, plan: Plan) -> Picture:
     if plan.listed and not spec.visible.loads and M * N <= EVALUATED:
         rows = _listed(spec, problem, m, n)
     else:
-        unknown = DATA if spec.visible.loads else PARTIAL
         rows = []
-        for lo, hi, full_lo, full_hi in tile_bounds(spec, m, M, N, (*problem.extents, *problem.sizes), first=True):
-            start, full_start, full_stop, stop = (-(-x // n) for x in cut(lo, hi, full_lo, full_hi, n))
-            rows.append("".join(SKIPPED if not start <= c < stop else FULL_TILE if full_start <= c < full_stop else unknown for c in range(-(-N // n))))
+        for lo, hi, *full in tile_bounds(spec, m, M, N, (*problem.extents, *problem.sizes), first=True):
+            start, full_start, full_stop, stop = (-(-x // n) for x in cut(lo, hi, *full[:2], n))
+            _, sure_start, sure_stop, _ = (-(-x // n) for x in cut(lo, hi, *full[2:], n))
+            rows.append("".join(SKIPPED if not start <= c < stop else FULL_TILE if full_start <= c < full_stop else DATA if sure_start <= c < sure_stop else PARTIAL
+                                for c in range(-(-N // n))))
     high, wide = (-(-len(rows) // LARGEST), -(-len(rows[0]) // LARGEST)) if rows else (1, 1)
     return Picture(tuple(_merged(rows[r: r + high], wide) for r in range(0, len(rows), high)), m * high, n * wide, M, N, m, n,
                    {a: 0 for a in spec.axes if a in spec.visible.variables})

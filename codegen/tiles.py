@@ -1,13 +1,14 @@
 """How a mask cuts the score matrix into tiles that are skipped, full or partial; the kernels cut by the same arithmetic."""
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Mapping, Sequence
 
 import torch
 
-from ..expr import BOOL, Call, Expr, Load, Var, call
+from ..expr import BOOL, TRUE, Call, Expr, Load, Var, call, conjuncts
 from ..reference import evaluate
 from ..spec import AttentionSpec
 from .ranges import bounds
@@ -15,21 +16,28 @@ from .ranges import bounds
 
 @dataclass(frozen=True)
 class TileCounts:
-    """Tiles over all batch indices. `exact` is False if a captured tensor that bounds the mask was not given."""
+    """Tiles over all batch indices. `data` are those that captured tensors decide, which were not given: skipped, full or partial at run time; they may
+    hide partial ones too, so that `exact` is False."""
 
     skipped: int
     full: int
     partial: int
+    data: int = 0
     exact: bool = True
 
     @property
     def total(self) -> int:
-        return self.skipped + self.full + self.partial
+        return self.skipped + self.full + self.partial + self.data
+
+    @property
+    def visited(self) -> int:
+        """Tiles that are not skipped, or not as far as is known."""
+        return self.full + self.partial + self.data
 
     def __str__(self) -> str:
         share = lambda n: f"{n} ({n / self.total:.0%})" if self.total else "0"
-        about = "" if self.exact else ", at most what the tensors at run time leave"
-        return f"{share(self.skipped)} tiles skipped, {share(self.full)} full, {share(self.partial)} partial{about}"
+        return f"{share(self.skipped)} tiles skipped, {share(self.full)} full, {share(self.partial)} partial" + \
+            f", {share(self.data)} decided by the data at run time" * (not self.exact)
 
 
 def cut(lo, hi, full_lo, full_hi, block: int):
@@ -54,24 +62,31 @@ def classify(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, si
     if 0 in (*extents, M, N):
         return TileCounts(0, 0, 0)
     ends = tile_bounds(spec, BLOCK_M, M, N, sizes, tensors)
-    full = partial = 0
+    full = partial = data = 0
     tiles = lambda a, b: max(0, -(-(b - a) // BLOCK_N))
-    for row in ends:
-        start, full_start, full_stop, stop = cut(*row, BLOCK_N)
-        full += tiles(full_start, full_stop)
-        partial += tiles(start, full_start) + tiles(full_stop, stop)
+    for *hull, sure_lo, sure_hi in ends:
+        start, full_start, full_stop, stop = cut(*hull, BLOCK_N)
+        _, sure_start, sure_stop, _ = cut(*hull[:2], sure_lo, sure_hi, BLOCK_N)
+        known = tiles(full_start, full_stop)
+        open_ = max(0, tiles(sure_start, sure_stop) - tiles(max(full_start, sure_start), min(full_stop, sure_stop)))
+        full += known
+        data += open_
+        partial += tiles(start, full_start) + tiles(full_stop, stop) - open_
     exact = {load.name for load in spec.visible.loads} <= set(tensors or {})
-    skipped = len(ends) * -(-N // BLOCK_N) - full - partial
+    skipped = len(ends) * -(-N // BLOCK_N) - full - partial - data
     alike = math.prod(extents) * -(-M // BLOCK_M) // len(ends)
-    return TileCounts(alike * skipped, alike * full, alike * partial, exact)
+    return TileCounts(alike * skipped, alike * full, alike * partial, alike * data, exact)
 
 
 def tile_bounds(spec: AttentionSpec, BLOCK_M: int, M: int, N: int, sizes: Sequence[int] = (), tensors: Mapping[str, torch.Tensor] | None = None,
-                first: bool = False) -> list[tuple[int, int, int, int]]:
-    """(lo, hi, full_lo, full_hi) of each row of tiles, of all batch indices on which they depend in turn, or of the first alone. Arguments as `classify`."""
+                first: bool = False) -> list[tuple[int, int, int, int, int, int]]:
+    """(lo, hi, full_lo, full_hi, sure_lo, sure_hi) of each row of tiles, of all batch indices on which they depend in turn, or of the first alone; the
+    last two are what would be full if tensors that are not given hid nothing. Arguments as `classify`."""
     tensors, missing = dict(tensors or {}), {load.name for load in spec.visible.loads} - set(tensors or {})
     found = bounds(_optimistic(spec.visible, missing), "j")
-    ends = (found.lo, found.hi, found.full_lo, found.full_hi)
+    known = [c for c in conjuncts(spec.visible) if not {load.name for load in c.loads} & missing]
+    sure = bounds(functools.reduce(lambda a, b: call("and", a, b), known, TRUE), "j") if missing else found
+    ends = (found.lo, found.hi, found.full_lo, found.full_hi, sure.full_lo, sure.full_hi)
     extents = dict(zip(spec.axes, sizes))
     used = [axis for axis in spec.axes if any(axis in e.variables for e in ends)]
     shape = [1 if first else extents.get(axis, 1) for axis in used] + [-(-M // BLOCK_M)]

@@ -16,11 +16,11 @@ Output:
     longformer      error …   where (abs(i - j) <= 256) | (i <= 15) | (j <= 15)
                     tiles   2496 (61%) tiles skipped, 736 (18%) full, 864 (21%) partial
     big_bird        error …   where (abs(i // 128 - j // 128) <= 1) | (i // 128 == 0) | (i // 128 == 15) | (j // 128 == 0) | (j // 128 == 15) | mask[i // 128, j // 128]
-                    tiles   0 (0%) tiles skipped, 1184 (29%) full, 2912 (71%) partial, at most what the tensors at run time leave; blocks of 128 that the data hide are skipped too, fully visible ones read without the mask
+                    tiles   0 (0%) tiles skipped, 1184 (29%) full, 0 (0%) partial, 2912 (71%) decided by the data at run time; blocks of 128 that the data hide are skipped too, fully visible ones read without the mask
     strided         error …   where (((i - j) % 512 == 0) | (j > i - 128)) & (j <= i)
                     tiles   3216 (79%) tiles skipped, 0 (0%) full, 880 (21%) partial
     block_mask      error …   where mask[i // 128, j // 128]
-                    tiles   0 (0%) tiles skipped, 0 (0%) full, 4096 (100%) partial, at most what the tensors at run time leave; blocks of 128 that the data hide are skipped too, fully visible ones read without the mask
+                    tiles   0 (0%) tiles skipped, 0 (0%) full, 0 (0%) partial, 4096 (100%) decided by the data at run time; blocks of 128 that the data hide are skipped too, fully visible ones read without the mask
 """
 from __future__ import annotations
 

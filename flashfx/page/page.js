@@ -13,7 +13,7 @@
 
   // the tile under the pointer
   const tip = document.querySelector(".tip");
-  const words = { s: "skipped: no query sees a key", f: "full: the mask is not evaluated", p: "partial: the mask is evaluated", d: "the data decide at run time" };
+  const words = { s: "skipped: no query sees a key", f: "full: the mask is not evaluated", p: "partial: the mask is evaluated", d: "decided at run time: the data may hide all of it, a part or nothing" };
   for (const svg of all("svg.mask")) {
     const rows = svg.dataset.rows.split(" "), { m, n } = svg.dataset, M = +svg.dataset.queries, N = +svg.dataset.keys;
     const cursor = svg.querySelector(".cursor"), box = svg.viewBox.baseVal;

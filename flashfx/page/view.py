@@ -76,12 +76,12 @@ def _planned(report: Report, number: int, group: Group, sources: bool) -> dict[s
     site, tiles = group.site, group.site.tiles()
     out: dict[str, Any] = {"plans": [_plan(site, direction, len(group.numbers)) for direction in site.directions],
                            "tiles": [(kind, n, f"{n / tiles.total:.0%}" if tiles.total else "0%")
-                                     for kind, n in (("skipped", tiles.skipped), ("full", tiles.full), ("partial", tiles.partial))],
-                           "tiles_exact": tiles.exact, "at_run_time": site._at_run_time().removeprefix("; ")}
+                                     for kind, n in [("skipped", tiles.skipped), ("full", tiles.full), ("partial", tiles.partial),
+                                                      *[("decided at run time", tiles.data)] * (not tiles.exact)]], "at_run_time": site._at_run_time().removeprefix("; ")}
     if site.spec.is_masked:
         shown = site.picture()
         out |= {"mask": drawing.mask(shown), "mask_at": ", ".join(f"{a} = {n}" for a, n in shown.at.items()), "mask_step": (shown.M_step, shown.N_step),
-                "mask_data": any("d" in row for row in shown.rows), "block": (shown.BLOCK_M, shown.BLOCK_N), "mask_size": (shown.M, shown.N)}
+                "block": (shown.BLOCK_M, shown.BLOCK_N), "mask_size": (shown.M, shown.N)}
     if sources:
         origins = source.origins(site.region)
         blocks = source.kernel(site.kernel)
