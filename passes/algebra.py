@@ -4,24 +4,24 @@ before -> after, each exact in real arithmetic:
     (a.unsqueeze(-2) * b.unsqueeze(-3)).sum(-1)   ->  a @ b.mT                          a product written as a sum of products
     (e @ v) / e.sum(-1, keepdim=True)             ->  (e / e.sum(-1, keepdim=True)) @ v  normalised late
     (p * m) / (p * m).sum(-1, keepdim=True)       ->  softmax(where(m, scores, -inf))    p = softmax(scores) or exp(scores), m of 0 and 1
-and those of `passes/linear.py` and `passes/sinks.py`. A value that is rewritten keeps its identity and its Dynamo node; what is new belongs to that node too,
+    softmax((s - s.amax(-1, keepdim=True)) * c)   ->  softmax(s * c)
+and those of `passes/linear.py`, `passes/sinks.py` and `passes/side_by_side.py`. A value that is rewritten keeps its identity and its Dynamo node; what is new belongs to that node too,
 which disappears if the site is fused. A site that is refused is computed as the model wrote it.
 """
 from __future__ import annotations
 
 import torch
 
-from flashfx.expr import BOOL, FLOAT, Const
-
 from .index import Affine, NotAffine, SplitAxis, broadcast, same, size
 from .linear import distributed
-from .maker import Maker, again, draws, path_to, plain, private, spans, through
-from .pull import Puller
-from .rules import PRODUCTS
-from .scalars import choice
+from .maker import Maker, again, draws, path_to, plain, private, through
+from .side_by_side import side_by_side
 from .sinks import one_more_in_the_sum, padded_column
-from .softmax import over_its_sum, same_values, softmax_of, unshifted
-from .values import Refused, Value, ValueGraph
+from .operands import constant_factor
+from .rules import PRODUCTS
+from .softmax import is_rounding, over_its_sum, same_values, softmax_of, unshifted
+from .values import Value, ValueGraph
+from .zeroed import zeroed
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def rearrange(vg: ValueGraph) -> None:
     before, known = vg.needed(), len(vg.values)
     vg.forget_users()
     for v in list(vg.values):
-        for rule in (product_of_sums, normalised_late, normalised_again, padded_column, one_more_in_the_sum):
+        for rule in (product_of_sums, normalised_late, normalised_again, shifted_first, padded_column, one_more_in_the_sum, side_by_side):
             if rule(vg, v):
                 break
     vg.forget_users()
@@ -146,12 +146,11 @@ def normalised_again(vg: ValueGraph, v: Value) -> bool:
     kept: list[Value] = []
     make = Maker(vg, v)
     while (soft := softmax_of(top)) is None and top.name != "exp.default":
-        hidden = _masked(vg, make, top)
+        hidden = zeroed(vg, make, top)
         if hidden is None or not top.grad == v.grad:
             return False
-        top, condition = hidden
-        top = same_values(top)
-        kept.append(condition)
+        top = same_values(hidden.of)
+        kept.append(hidden.condition)
     if not kept or soft is not None and soft.dim != dim or not top.grad == v.grad or top.name == "_safe_softmax.default":
         return False
     scores = unshifted(top.args[0], dim) if soft is None else soft.scores
@@ -163,47 +162,19 @@ def normalised_again(vg: ValueGraph, v: Value) -> bool:
     return True
 
 
-def _masked(vg: ValueGraph, make: Maker, v: Value) -> tuple[Value, Value] | None:
-    """(p, condition) where v is p where the condition holds, else 0. The condition broadcasts to p."""
-    if v.name == "masked_fill.Scalar" and _is_number(v.args[2], 0):
-        return v.args[0], make(aten.logical_not.default, v.args[1])
-    if v.name in ("where.ScalarOther", "where.self") and _zero(vg, v.args[2]) and spans(v.args[1], v):
-        return v.args[1], v.args[0]
-    if v.name == "where.ScalarSelf" and _is_number(v.args[1], 0) and spans(v.args[2], v):
-        return v.args[2], make(aten.logical_not.default, v.args[0])
-    if v.name != "mul.Tensor" or not isinstance(v.args[1], Value):
-        return None
-    for p, m in (v.args, v.args[::-1]):
-        if spans(p, v) and _zero_or_one(vg, m):
-            return p, make(aten.ne.Scalar, m, 0)
-    return None
-
-
-def _zero_or_one(vg: ValueGraph, m: Value) -> bool:
-    """Is every element 0 or one positive constant? Read off the scalar program that computes an element."""
-    if m.dtype == torch.bool:
-        return True
-    extents = {f"x{d}": size(s) for d, s in enumerate(m.shape)}
-    try:
-        e = Puller(extents, vg.constants, grad=m.grad).pull(m, tuple(Affine.axis(n) for n in extents))
-    except (SplitAxis, NotAffine, Refused):
+def shifted_first(vg: ValueGraph, v: Value) -> bool:
+    """Scores that their largest is subtracted from before they are scaled."""
+    if v.name != "_softmax.default":
         return False
-    parts = choice(e)
-    if isinstance(e, Const):
-        return e.value > 0
-    return parts is not None and parts[0].kind == BOOL and sorted(c.value for c in parts[1:])[0] == 0 and all(
-        isinstance(c, Const) and c.value >= 0 for c in parts[1:])
-
-
-def _zero(vg: ValueGraph, v) -> bool:
-    if not isinstance(v, Value):
-        return _is_number(v, 0)
-    try:
-        e = Puller({}, vg.constants).pull(v, (Affine(),) * len(v.shape)) if not v.shape else None
-    except (SplitAxis, NotAffine, Refused):
+    path = [v.args[0]]
+    while is_rounding(path[-1]) or constant_factor(path[-1]) is not None:
+        path.append(path[-1].args[0])
+    shifted = path[-1]
+    scores = unshifted(shifted, v.args[1] % max(len(v.shape), 1))
+    if len(path) == 1 or scores is shifted or not all(x.grad == v.grad for x in path):
         return False
-    return isinstance(e, Const) and e.kind == FLOAT and e.value == 0
-
-
-def _is_number(x, value) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and x == value
+    make = Maker(vg, v)
+    for x in reversed(path[:-1]):
+        scores = make(x.op, scores, *x.args[1:], **x.kwargs)
+    v.args = (scores, *v.args[1:])
+    return True

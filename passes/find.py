@@ -30,7 +30,7 @@ def carries(v: Value) -> bool:
 
 
 REORDERED = ("cat.default", "flip.default", "roll.default", "cumsum.default", "native_layer_norm.default", "max.dim", "amax.default", "nan_to_num.default",
-              "round.default", "constant_pad_nd.default")
+              "round.default", "constant_pad_nd.default", "index_fill.int_Scalar")
 """Between the two products these forbid the rewrite; the site is found all the same, to be refused with a reason."""
 
 

@@ -155,7 +155,7 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]
     i, j, e = frame.index(frame.rows), Affine.axis("j"), Affine.axis("e")
     weights_at = broadcast((*batch, i, j) if side == 0 else (*batch, j, i), [size(s) for s in weights.shape])
     values_at = broadcast((*batch, j, e) if side == 0 else (*batch, e, j), [size(s) for s in values.shape])
-    at, dropped, kept, cleaned = walk_weights(weights, weights_at, site.weights, extents, out.grad)
+    at, dropped, kept, cleaned = walk_weights(weights, weights_at, site.weights, extents, vg, out.grad)
     reached.append(f"the second product reads the softmax through views and casts{' and one dropout' if dropped else ''} only")
     soft = softmax_of(site.weights)
     scores, dim = soft.scores, soft.dim
@@ -290,10 +290,11 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
     shown = normal_condition(shown, puller)
     over = TRUE if shown == TRUE else normal_condition(over, puller)
     if kept:
-        if kept_keys(kept, puller) != shown or column is not None or bare:
+        nan_stays = shown != TRUE and empty is EmptyRow.NAN and any(k.how.factor is not None for k in kept)
+        if kept_keys(kept, puller) != shown or column is not None or bare or nan_stays and any(k.how.factor is None for k in kept):
             raise Refused(f"the attention weights are changed by {kept[0].of.name.partition('.')[0]} before the second product: masked, and not "
                           "normalised again", kept[0].of, "mask the scores instead, before the softmax, or divide the masked weights by their sum")
-        empty, over = EmptyRow.ZERO, TRUE  # only rows that are hidden entirely had weights to lose
+        empty, over = EmptyRow.NAN if nan_stays else EmptyRow.ZERO, TRUE  # only rows that are hidden entirely had weights to lose
     reached.append("nothing is masked" if shown == TRUE else f"the mask is a condition over indices and captured tensors: {_shortened(shown, frame, puller)}")
     extents, batch = puller.extents, frame.batch
     q, fq = trace_back(*query, [*batch, "i", "d"], extents, vg, grad, scale=True)

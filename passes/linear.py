@@ -93,7 +93,7 @@ def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[V
         make = Maker(vg, below)
         if "j" not in axes:
             found = arrange(factor, of_factor, frame, extents, keep_missing=True)
-            if found is None or (scale := _viewed(make, factor, found.steps)) is None:
+            if found is None or (scale := viewed(make, factor, found.steps)) is None:
                 return []
             args = list(v.args)
             args[position] = again(make, inside, p)
@@ -111,7 +111,7 @@ def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[V
         if any(o is None for o in found):
             continue
         sources = (factor, values, again(make, inside, p))
-        scale, right, left = (_viewed(make, source, o.steps) for source, o in zip(sources, found))
+        scale, right, left = (viewed(make, source, o.steps) for source, o in zip(sources, found))
         if scale is None or right is None or left is None:
             return []
         new = product = make(aten.matmul.default, left, make(changed.op, right, scale))
@@ -128,7 +128,7 @@ _STEPS = {"select": aten.select.int, "narrow": aten.narrow.default, "unflatten":
           "unsqueeze": aten.unsqueeze.default}
 
 
-def _viewed(make: Maker, v: Value, steps) -> Value | None:
+def viewed(make: Maker, v: Value, steps) -> Value | None:
     """`v` through the steps of an operand; None where that needs a symbolic size."""
     if any(not isinstance(a, int) for _, *args in steps for arg in args for a in (arg if isinstance(arg, tuple) else (arg,))):
         return None

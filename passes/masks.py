@@ -267,18 +267,14 @@ def normal_condition(e: Expr, puller: Puller) -> Expr:
     if isinstance(e, Call) and e.op in ("and", "or"):
         parts = sorted(set(_flat(e, e.op)) , key=str)
         parts = sorted({normal_condition(p, puller) for p in parts}, key=_order)
-        out = parts[0]
-        for p in parts[1:]:
-            out = call(e.op, out, p)
-        return out
+        if (fewer := _absorbed(parts, e.op, puller)) != parts:
+            return normal_condition(_joined(e.op, fewer), puller)
+        return _joined(e.op, parts)
     if isinstance(e, Call) and e.op == "not":
         inner = e.args[0]
         if isinstance(inner, Call) and inner.op in ("and", "or"):
             parts = [normal_condition(call("not", p), puller) for p in _flat(inner, inner.op)]
-            flipped = parts[0]
-            for p in parts[1:]:
-                flipped = call("or" if inner.op == "and" else "and", flipped, p)
-            return normal_condition(flipped, puller)
+            return normal_condition(_joined("or" if inner.op == "and" else "and", parts), puller)
         return call("not", normal_condition(inner, puller))
     if isinstance(e, Call) and e.op == "to_bool" and e.args[0].kind == INT:
         return call("ne", e.args[0], Const(0))
@@ -289,6 +285,28 @@ def normal_condition(e: Expr, puller: Puller) -> Expr:
 
 def _flat(e: Expr, op: str) -> list[Expr]:
     return [x for a in e.args for x in _flat(a, op)] if isinstance(e, Call) and e.op == op else [e]
+
+
+def _joined(op: str, parts: Sequence[Expr]) -> Expr:
+    out = parts[0]
+    for p in parts[1:]:
+        out = call(op, out, p)
+    return out
+
+
+def _absorbed(parts: list[Expr], op: str, puller: Puller) -> list[Expr]:
+    """before -> after: (a | b) & a -> a; (a | ~b) & b -> a & b; a & ~a -> False; and so with & and | exchanged"""
+    other, found = "or" if op == "and" else "and", []
+    opposites = {normal_condition(call("not", p), puller) for p in parts}
+    if not opposites.isdisjoint(parts):
+        return [Const(op == "or")]
+    for p in parts:
+        inside = _flat(p, other)
+        if len(inside) > 1 and any(x in parts for x in inside):
+            continue
+        left = [x for x in inside if x not in opposites] if len(inside) > 1 else inside
+        found.append(_joined(other, left) if left else Const(op == "or"))
+    return found
 
 
 def _order(e: Expr):

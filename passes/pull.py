@@ -20,7 +20,7 @@ from .held import Held
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, number, quotient, same, size
 from .relative import gathered
 from .rules import RULES, Product
-from .scalars import kind_of, rounded, simplified
+from .scalars import added, cast_simplified, is_exact, kind_of, rounded, simplified
 from .values import Refused, Value
 from .views import step_through, within
 
@@ -275,22 +275,33 @@ class Puller:
             name = f"bit_{name}"
         if len(args) != row.arity or name not in OPS:
             return None
+        if row.result == "bool" and any(a.kind == FLOAT for a in args) and not any(QK in a.leaves for a in args):
+            args = [a if is_exact(a) else self._computed(source, x) for a, source in zip(args, v.args)]
+            if None in args:
+                return None
         if alpha != 1:
             args[1] = call("mul", args[1], const(alpha))
         return self.apply(name, args, v.dtype)
+
+    def _computed(self, v: Value, x: Index) -> Expr | None:
+        """One side of a comparison, which rounding would flip, read as a tensor: a vector at most."""
+        at = broadcast(x, [size(s) for s in v.shape])
+        return None if {"i", "j"} <= set().union(*(self.expr(a).variables for a in at)) else self.leaf(v, at)
 
     def apply(self, op: str, args: list[Expr], dtype: torch.dtype) -> Expr:
         """`op` with PyTorch's promotions made explicit; constants rounded to the result's dtype."""
         result = kind_of(dtype)
         if op in ("and", "or", "xor", "not"):
-            return simplified(op, *(cast(a, BOOL) for a in args))
+            return simplified(op, *(cast_simplified(a, BOOL) for a in args))
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kind = FLOAT if any(a.kind == FLOAT for a in args) else INT
             return simplified(op, *(cast(a, kind) for a in args))
         if result == BOOL and op in ("mul", "add", "minimum", "maximum"):
-            return simplified("and" if op in ("mul", "minimum") else "or", *(cast(a, BOOL) for a in args))
+            return simplified("and" if op in ("mul", "minimum") else "or", *(cast_simplified(a, BOOL) for a in args))
         skip = 1 if op == "where" else 0
         moved = list(args[:skip]) + [rounded(cast(a, result), dtype) for a in args[skip:]]
+        if op == "add" and any(QK in a.leaves for a in moved):
+            moved = [a if QK in a.leaves else added(a) for a in moved]
         e = simplified(op, *moved)
         if op in ("add", "sub", "mul", "truediv") and result == FLOAT:
             self.dtypes[e] = torch.promote_types(dtype, self.dtypes.get(e, dtype))

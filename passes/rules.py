@@ -11,7 +11,7 @@ from flashfx.expr import BOOL, FLOAT, INT, QK, TRUE, Call, Const, Expr, call, ca
 from flashfx.spec import HIDING_FILL
 
 from .index import Affine, Index, broadcast, head_size, number, same, size
-from .scalars import cast_simplified, kind_of, narrowed, replaced, round_to
+from .scalars import cast_simplified, is_exact, kind_of, narrowed, replaced, round_to, rounded
 from .values import Value
 from .views import within
 
@@ -52,18 +52,28 @@ def _arange(p: Puller, v: Value, x: Index) -> Expr | None:
 def _to_copy(p: Puller, v: Value, x: Index) -> Expr | None:
     if any(t.is_floating_point and t.itemsize == 1 for t in (v.dtype, v.args[0].dtype)):
         return None  # float8 keeps three bits at most: a cast to it is no rounding to overlook
-    e = cast_simplified(p.operand(v.args[0], x), kind_of(v.dtype))
+    inside = p.operand(v.args[0], x)
+    if kind_of(v.dtype) == INT and inside.kind == FLOAT and not is_exact(inside):
+        return None  # a rounding difference would be another integer
+    e = cast_simplified(inside, kind_of(v.dtype))
     return narrowed(e, v.dtype) if v.dtype.is_floating_point else e
+
+
+def _rounded_to_integer(op: str):
+    def rule(p: Puller, v: Value, x: Index) -> Expr | None:
+        e = p.operand(v.args[0], x)
+        return call(op, e) if QK in e.leaves or is_exact(e) else None
+    return rule
 
 
 def _masked_fill(p, v, x):
     fill = p.operand(v.args[2], x)
-    return p.apply("where", [cast(p.operand(v.args[1], x), BOOL), fill, p.operand(v.args[0], x)], v.dtype)
+    return p.apply("where", [cast_simplified(p.operand(v.args[1], x), BOOL), fill, p.operand(v.args[0], x)], v.dtype)
 
 
 def _where(p, v, x):
     c, a, b = (p.operand(a, x) for a in v.args)
-    return p.apply("where", [cast(c, BOOL), a, b], v.dtype)
+    return p.apply("where", [cast_simplified(c, BOOL), a, b], v.dtype)
 
 
 def _rsub(p, v, x):
@@ -287,14 +297,54 @@ def _select_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
 
 
 def _index_put(p: Puller, v: Value, x: Index) -> Expr | None:
-    """Written by `t[mask] = number` with a Boolean mask over some dims."""
+    """Written by `t[mask] = number` with a Boolean mask over some dims, or by `t[..., rows, rows + 1] = number` with ranges of positions."""
     base, picks, value = v.args[:3]
     given = [d for d, t in enumerate(picks) if t is not None]
-    if len(given) != 1 or picks[given[0]].dtype != torch.bool or v.argument(3, "accumulate", False) or any(not same(size(s), 1) for s in value.shape):
+    if v.argument(3, "accumulate", False) or any(not same(size(s), 1) for s in value.shape):
         return None
-    mask = picks[given[0]]
-    at = x[given[0]: given[0] + len(mask.shape)]
-    return p.apply("where", [cast(p.pull(mask, at), BOOL), p.pull(value, (Affine(),) * len(value.shape)), p.pull(base, x)], v.dtype)
+    if len(given) == 1 and picks[given[0]].dtype == torch.bool:
+        mask = picks[given[0]]
+        inside = cast_simplified(p.pull(mask, x[given[0]: given[0] + len(mask.shape)]), BOOL)
+    elif all(picks[d].dtype != torch.bool and len(picks[d].shape) == 1 and same(size(picks[d].shape[0]), size(picks[given[0]].shape[0])) for d in given):
+        step = f"step of {v.number}"
+        p.extents[step] = size(picks[given[0]].shape[0])
+        at = [p.affine(p.pull(picks[d], (Affine.axis(step),))) for d in given]
+        if any(a is None or a.terms != Affine.axis(step).terms or not within(a, size(base.shape[d]), p.extents) for a, d in zip(at, given)):
+            return None
+        inside, first = p.piece(x[given[0]], at[0].constant, p.extents[step])[0], x[given[0]] + at[0].constant * -1
+        for a, d in zip(at[1:], given[1:]):
+            inside = call("and", inside, call("eq", p.expr(x[d] + a.constant * -1), p.expr(first)))
+    else:
+        return None
+    return p.apply("where", [inside, p.pull(value, (Affine(),) * len(value.shape)), p.pull(base, x)], v.dtype)
+
+
+def _diagonal_dims(v: Value, first: int) -> tuple[int, int, int]:
+    """(dim of rows, dim of columns, column minus row)"""
+    rank = len(v.args[0].shape)
+    return v.argument(first + 1, "dim1", 0) % rank, v.argument(first + 2, "dim2", 1) % rank, v.argument(first, "offset", 0)
+
+
+def _diagonal(p: Puller, v: Value, x: Index) -> Expr:
+    row, column, offset = _diagonal_dims(v, 1)
+    at = list(x[:-1])
+    for d in sorted((row, column)):
+        at.insert(d, x[-1] + (max(offset, 0) if d == column else max(-offset, 0)))
+    return p.pull(v.args[0], tuple(at))
+
+
+def _diagonal_scatter(p: Puller, v: Value, x: Index) -> Expr | None:
+    """Written by `t.diagonal(…).fill_(number)` and the like."""
+    base, source = v.args[:2]
+    row, column, offset = _diagonal_dims(v, 2)
+    inside, at = p.piece(x[row], max(-offset, 0), size(source.shape[-1]))
+    inside = call("and", inside, call("eq", p.expr(x[column] + max(-offset, 0)), p.expr(x[row] + max(offset, 0))))
+    rest = tuple(a for d, a in enumerate(x) if d not in (row, column))
+    return _chosen(p, v, inside, lambda: _in_piece(p, source, (*rest, at)), lambda: p.pull(base, x))
+
+
+def _fill(p: Puller, v: Value, x: Index) -> Expr:
+    return rounded(cast(p.operand(v.args[1], ()), kind_of(v.dtype)), v.dtype)
 
 
 def _cat(p: Puller, v: Value, x: Index) -> Expr | None:
@@ -328,18 +378,20 @@ def _pad(p: Puller, v: Value, x: Index) -> Expr | None:
 RULES = {
     "full.default": _constant(lambda v: v.args[1]), "full_like.default": _constant(lambda v: v.args[1]),
     "new_full.default": _constant(lambda v: v.args[2]), "scalar_tensor.default": _constant(lambda v: v.args[0]),
-    **{f"{n}.default": _constant(lambda v: 0) for n in ("zeros", "zeros_like", "new_zeros")},
+    **{f"{n}.default": _constant(lambda v: 0) for n in ("zeros", "zeros_like", "new_zeros", "zero")},
     **{f"{n}.default": _constant(lambda v: 1) for n in ("ones", "ones_like", "new_ones")},
     "arange.default": _arange, "arange.start": _arange, "arange.start_step": _arange,
     "_to_copy.default": _to_copy, "masked_fill.Scalar": _masked_fill, "masked_fill.Tensor": _masked_fill,
     "where.self": _where, "where.ScalarSelf": _where, "where.ScalarOther": _where, "where.Scalar": _where,
     "rsub.Scalar": _rsub, "rsub.Tensor": _rsub, "div.Tensor_mode": _div_mode, "div.Scalar_mode": _div_mode,
     "clamp.default": _clamp, "clamp_min.default": _clamp,
+    "floor.default": _rounded_to_integer("floor"), "ceil.default": _rounded_to_integer("ceil"),
     "pow.Tensor_Scalar": _pow, "square.default": _unary(lambda e: call("mul", e, e)),
     "nan_to_num.default": _nan_to_num, "leaky_relu.default": _leaky_relu, "elu.default": _elu, "softplus.default": _softplus, "gelu.default": _gelu, "hardtanh.default": _hardtanh,
     "relu.default": _unary(lambda e: call("where", call("gt", e, Const(0.0)), e, Const(0.0))),
     "silu.default": _unary(lambda e: call("mul", e, call("sigmoid", e))),
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "index_put.default": _index_put,
+    "diagonal.default": _diagonal, "diagonal_scatter.default": _diagonal_scatter, "fill.Scalar": _fill, "fill.Tensor": _fill,
     "cat.default": _cat, "constant_pad_nd.default": _pad,
     "tril.default": _triangle("tril"), "triu.default": _triangle("triu"),
     "index.Tensor": _index, "index_select.default": _index_select,

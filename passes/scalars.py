@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from flashfx.expr import BOOL, FALSE, FLOAT, INT, TRUE, Call, Const, Expr, call
+from flashfx.expr import BOOL, FALSE, FLOAT, INT, TRUE, Call, Const, Expr, Load, call, walk
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -71,13 +71,15 @@ def replaced(e: Expr, old: Expr, new: Expr) -> Expr:
 def simplified(op: str, *args: Expr) -> Expr:
     """`call`, with an op on one of two constants made a choice of two results.
 
-    before -> after: (1.0 - to_float(c)) * C -> where(c, 0.0, C); to_bool(where(c, 0.0, 1.0)) -> ~c
+    before -> after: (1.0 - to_float(c)) * C -> where(c, 0.0, C); to_bool(where(c, 0.0, 1.0)) -> ~c; where(to_bool(x), C, x) -> where(to_bool(x), C, 0.0)
     """
     if op == "where" and args[1].kind == args[2].kind == BOOL:  # ranges of tiles are read off conjunctions and disjunctions
         c, a, b = args
         if b == TRUE:
             return call("or", call("not", c), a)
         return call("or", call("and", c, a), b if a == TRUE else call("and", call("not", c), b))
+    if op == "where" and isinstance(args[0], Call) and args[0].op == "to_bool" and args[2] == args[0].args[0]:
+        return simplified("where", *args[:2], Const(0.0 if args[2].kind == FLOAT else 0))
     if op == "where" and (flat := _one_choice(*args)) is not None:
         return flat
     open_ = [a for a in args if not isinstance(a, Const)]
@@ -92,5 +94,31 @@ def simplified(op: str, *args: Expr) -> Expr:
     return call(op, *args)
 
 
+def added(e: Expr) -> Expr:
+    """A term of a score, where -0.0 is as good as 0.0 and two masks become one.
+
+    before -> after: where(c, where(d, C, -0.0), 0.0) -> where(c & d, C, 0.0)
+    """
+    if isinstance(e, Call) and e.op == "where":
+        return simplified("where", e.args[0], *map(added, e.args[1:]))
+    return Const(0.0) if isinstance(e, Const) and e.kind == FLOAT and e.value == 0 else e
+
+
 def cast_simplified(e: Expr, kind: str) -> Expr:
     return e if e.kind == kind else simplified(f"to_{kind}", e)
+
+
+_EXACT = {"add", "sub", "neg", "abs", "minimum", "maximum", "where", "floor", "ceil", "to_float", "to_int", "to_bool", "lt", "le", "gt", "ge", "eq", "ne",
+          "and", "or", "xor", "not"}
+
+
+def is_exact(e: Expr) -> bool:
+    """Is it computed from small integers, or read, without rounding? Kernels divide, and contract products and sums, in ways of their own."""
+    if isinstance(e, Load) or e.kind != FLOAT:
+        return True
+
+    def halves(c: Expr) -> bool:
+        return isinstance(c, Const) and c.value and abs(math.frexp(c.value)[0]) == 0.5
+
+    return all(x.op in _EXACT or x.op == "truediv" and halves(x.args[1]) or x.op == "mul" and any(map(halves, x.args)) if isinstance(x, Call)
+               else not (isinstance(x, Load) and x.kind == FLOAT) for x in walk(e))

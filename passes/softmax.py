@@ -92,12 +92,15 @@ def _number(v: Value) -> Value:
 def unshifted(v: Value, dim: int) -> Value:
     """before -> after: x - amax(x, dim, keepdim=True) -> x, to which softmax is blind."""
     if v.name == "sub.Tensor" and isinstance(v.args[1], Value):
-        peak = v.args[1]
-        while peak.name in ("detach.default", "expand.default", "alias.default"):
+        peak, put_back = v.args[1], None
+        while peak.name in ("detach.default", "expand.default", "alias.default", "clone.default") or peak.name == "unsqueeze.default" and put_back is None:
+            if peak.name == "unsqueeze.default":
+                put_back = peak.args[1] % len(peak.shape)
             peak = peak.args[0]
         of_max = peak.name in ("amax.default", "max.dim") and peak.out == 0
-        if of_max and _number(peak.args[0]) is _number(v.args[0]) and peak.argument(2, "keepdim", False):
+        if of_max and _number(peak.args[0]) is _number(v.args[0]):
             dims = peak.args[1] if isinstance(peak.args[1], (list, tuple)) else [peak.args[1]]
-            if [d % len(v.shape) for d in dims] == [dim]:
+            kept = bool(peak.argument(2, "keepdim", False))
+            if [d % len(v.shape) for d in dims] == [dim] and put_back == (None if kept else dim):
                 return v.args[0]
     return v

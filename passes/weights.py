@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from flashfx.expr import BOOL, TRUE, Expr, call, cast
@@ -11,12 +10,14 @@ from flashfx.expr import BOOL, TRUE, Expr, call, cast
 from .behind import readers
 from .find import DROPOUTS
 from .index import Affine, Index, Size, broadcast, same, size
+from .maker import Maker
 from .masks import normal_condition
 from .operands import radix
 from .pull import Puller, gradient_ends
 from .softmax import Softmax, is_rounding, same_values, softmax_of, unshifted
 from .values import Refused, Value, ValueGraph
 from .views import step_through
+from .zeroed import Zeroed, zeroed
 
 
 @dataclass
@@ -38,27 +39,14 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Kept:
-    """Weights were set to 0 except where `condition` (or its opposite) holds; `at` is the index at which the site reads `of`."""
+    """Weights were set to 0 except where `how` says; `at` is the index at which the site reads `of`."""
 
     of: Value
-    condition: Value
-    opposite: bool
+    how: Zeroed
     at: Index
 
 
-def _zeroed(v: Value) -> tuple[Value, Value, bool] | None:
-    """(p, condition, opposite) where `v` is p with zeros."""
-    zero = lambda x: isinstance(x, (int, float)) and x == 0
-    if v.name == "masked_fill.Scalar" and zero(v.args[2]):
-        return v.args[0], v.args[1], True
-    if v.name == "where.ScalarOther" and zero(v.args[2]) and len(v.args[1].shape) == len(v.shape):
-        return v.args[1], v.args[0], False
-    if v.name == "mul.Tensor" and isinstance(v.args[1], Value) and v.args[1].dtype == torch.bool and len(v.args[0].shape) == len(v.shape):
-        return v.args[0], v.args[1], False
-    return None
-
-
-def walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> tuple[Index, Dropped | None, list[Kept], bool]:
+def walk_weights(v: Value, at: Index, weights: Value, extents, vg: ValueGraph, grad: bool) -> tuple[Index, Dropped | None, list[Kept], bool]:
     """From the second product up to the softmax: views, casts, one dropout, masks that set weights to 0, and NaN made 0 (the last result)."""
     dropped, kept, cleaned = None, [], False
     while v is not weights:
@@ -73,9 +61,10 @@ def walk_weights(v: Value, at: Index, weights: Value, extents, grad: bool) -> tu
             if any(not same(e, 1) and not any(n in a.axes for a in at) for n, e in extents.items() if n != "e"):
                 raise Refused("one dropout is repeated along an axis of the attention", v, "repeat the weights first, or drop each weight")
             dropped, v = Dropped(v, v.args[1], at), v.args[0]
-        elif (found := _zeroed(v)) is not None and dropped is None:
-            kept.append(Kept(v, *found[1:], at))
-            v = found[0]
+        elif (found := zeroed(vg, Maker(vg, v), v)) is not None and found.factor in (None, 1.0):
+            vg.forget_users()
+            kept.append(Kept(v, found, at))
+            v = found.of
         elif v.name == "nan_to_num.default" and not v.argument(1, "nan"):  # weights are at most 1, or NaN in a row without a visible key
             cleaned, v = True, v.args[0]
         else:
@@ -88,8 +77,7 @@ def kept_keys(kept: list[Kept], puller: Puller) -> Expr:
     """Where weights are not set to 0 after the softmax."""
     found: Expr = TRUE
     for k in kept:
-        e = cast(puller.pull(k.condition, broadcast(k.at, [size(s) for s in k.condition.shape])), BOOL)
-        found = call("and", found, call("not", e) if k.opposite else e)
+        found = call("and", found, cast(puller.pull(k.how.condition, broadcast(k.at, [size(s) for s in k.how.condition.shape])), BOOL))
     return normal_condition(found, puller)
 
 

@@ -66,6 +66,15 @@ CASES = {
     # set to 0 where hidden
     "hidden weights set to 0": (lambda q, k, v, m: s(q, k).masked_fill(~m, LOWEST).softmax(-1).masked_fill(~m, 0.0) @ v, (_empty_rows := keep(B, 1, M, N) & (torch.arange(M) != 1)[:, None],), 1, "empty   zero"),
     "hidden weights times 0": (lambda q, k, v, m: (s(q, k).masked_fill(~m, LOWEST).softmax(-1) * m) @ v, (_empty_rows,), 1, "empty   zero"),
+    "hidden weights set to 0 by a tensor": (lambda q, k, v, m: F.dropout(torch.masked_fill(s(q, k).masked_fill(~m, LOWEST).softmax(-1), m == torch.tensor(False), torch.tensor(0.0)), 0.0) @ v, (_empty_rows,), 1, "empty   zero"),
+    "hidden weights chosen": (lambda q, k, v, m: torch.where(m, torch.where(m, s(q, k), -math.inf).softmax(-1), 0.0) @ v, (keep(B, 1, M, N),), 1, "empty   zero"),
+    "hidden weights times 0, NaN where no key is seen": (lambda q, k, v, m: (s(q, k).masked_fill(~m, -math.inf).softmax(-1) * m.float()) @ v, (keep(B, 1, M, N),), 1, "empty   nan"),
+    # shifted before they are scaled
+    "shifted, then scaled": (lambda q, k, v: (lambda x: ((x - x.amax(-1).unsqueeze(-1)) * 32).softmax(-1) @ v)(s(q, k) / 32), (), 1, PLAIN),
+    # keys in two parts
+    "global and local keys": (lambda q, k, v, g, w: (lambda p: p[..., :3] @ w + p[..., 3:] @ v)(torch.cat([s(q, g), s(q, k)], -1).softmax(-1)),
+                              (rand(B, H, 3, D), rand(B, H, 3, D)), 1, "softmax_j"),
+    "global and local keys, in blocks": (lambda q, k, v, g, w, m: _in_blocks(q, k, v, g, w, m), (rand(B, H, 3, D), rand(B, H, 3, D), torch.tensor([N, 5])), 1, "(j <= 2) |"),
     # sums and factors
     "scaled": (lambda q, k, v: (s(q, k).softmax(-1) / 0.5) @ v, (), 1, PLAIN),
     "negative": (lambda q, k, v: -s(q, k).softmax(-1) @ v, (), 1, PLAIN),
@@ -83,6 +92,15 @@ CASES = {
     "two values": (lambda q, k, v, w: (lambda p: (p @ v, p @ w))(s(q, k).softmax(-1)), (rand(B, H, N, 6),), 2, PLAIN),
     "dropout before a cast": (lambda q, k, v: F.dropout(s(q, k).float().softmax(-1), 0.0).to(v.dtype) @ v, (), 1, PLAIN),
 }
+
+
+def _in_blocks(q, k, v, g, w, lengths):
+    """Every query of a block sees the keys of that block and the global ones; the last block is padded (PEGASUS-X, Phang et al. 2022)."""
+    local = [F.pad(t, (0, 0, 0, 8 - t.shape[2])).unflatten(2, (2, 4)) for t in (q, k, v)]
+    hidden = F.pad(F.pad((torch.arange(N) >= lengths[:, None]).float() * LOWEST, (0, 1), value=LOWEST).view(B, 2, 4), (3, 0))
+    scores = torch.cat([torch.einsum("bhnkf,bhgf->bhnkg", local[0], g), torch.einsum("bhnkf,bhnxf->bhnkx", *local[:2])], -1) + hidden[:, None, :, None]
+    p = F.dropout(scores.softmax(-1), 0.0)
+    return torch.einsum("bhnkg,bhgf->bhnkf", p[..., :3], w) + torch.einsum("bhnkx,bhnxf->bhnkf", p[..., 3:], local[2])
 
 
 def _late_einsum(q, k, v):

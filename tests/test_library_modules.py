@@ -179,6 +179,31 @@ def scores_set_where_a_mask_says(q, k, v, pad):
     return s.softmax(-1) @ v
 
 
+@row(qkv())
+def scores_set_on_diagonals(q, k, v):
+    at = torch.arange(N - 2)
+    s = scores(q, k)
+    s.diagonal(dim1=-2, dim2=-1).fill_(-math.inf)
+    s[:, :, at, at + 2] = -math.inf
+    s.diagonal(-3, 2, 3).zero_()
+    return s.softmax(-1) @ v
+
+
+@row(qkv())
+def scores_set_in_slices(q, k, v):
+    s = scores(q, k)
+    s[..., N - 4:] = -math.inf
+    s[:, :, 2] = 0.0
+    return s.softmax(-1) @ v
+
+
+@row(qkv(lambda: torch.tensor([17, N])), reads=2)
+def lengths_by_float_arithmetic(q, k, v, length):
+    """By twos in the kernel, by threes in the graph, where the rounding is the model's."""
+    seen = (j() < torch.floor((length.float() - 1) / 2 + 1).long()[:, None]) & (j() < torch.floor(length.float() / 3 * 2).long()[:, None])
+    return attend(q, k, v, seen[:, None, None])
+
+
 @row(qkv(m=N + 5))
 def added_mask_in_two_parts(q, k, v):
     added = torch.cat([torch.zeros(N, 5), torch.full((N, N), -math.inf).triu(1)], -1)

@@ -2,10 +2,11 @@
 
 sites are softmaxes between two products and SDPA calls, counted in the Dynamo graphs without FlashFX's finder; fused are those that the
 rewrite took away; over is the largest error in outputs, loss and gradients beyond twice eager's own, in rounding bands (at most 1 is
-within the budget). N x N counts the nodes of the rewritten graphs that make a tensor with an element for every query and key, bias those of
-them from which a bias is made that the scores add. With --train the sites are those of a training step with dropout 0.1, which is run twice
-with one seed; errors are taken without dropout. ZOO_LENGTH=512 python -m tests.zoo --shapes looks at the graphs of long texts alone: no
-errors are taken, and a shape of (512, 512) is no coincidence.
+within the budget). N x N counts nodes of the rewritten graphs that make a tensor with an element for every query and key for a mask, bias
+those from which a bias is made that the scores add, own those that the model itself reads or hands out, across a graph break say. With
+--train the sites are those of a training step with dropout 0.1, which is run twice with one seed; errors are taken without dropout.
+ZOO_LENGTH=512 python -m tests.zoo --shapes looks at the graphs of long texts alone: no errors are taken, and a shape of (512, 512) is no
+coincidence.
 """
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def one(entry, args) -> tuple[int, int, bool]:
 
 def told(entry, backend, started: float, over: float = 0.0, note: str = "", ok: bool = True) -> tuple[int, int, bool]:
     sites, fused = backend.before, backend.fused
-    print(f"{entry.name:28} sites {sites:3} fused {fused:3} over {over:8.2f}  N x N {len(backend.matrices):2}, bias {backend.biases:2} {note} ({time.time() - started:.1f} s)", flush=True)
+    print(f"{entry.name:28} sites {sites:3} fused {fused:3} over {over:8.2f}  N x N {len(backend.matrices):2}, bias {backend.biases:2}, own {backend.own:2} {note} ({time.time() - started:.1f} s)", flush=True)
     if fused < sites or backend.refusals:
         for text in dict.fromkeys(f"{r.stage}: {r.reason} [{r.node}] {r.source}" for r in backend.refusals):
             print(f"    {text}", flush=True)

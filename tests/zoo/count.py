@@ -10,6 +10,7 @@ import operator
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flashfx.compat import size_hint
 from flashfx.spec import AttentionSpec
@@ -80,15 +81,16 @@ def between(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def matrices(gm: fx.GraphModule, scores: set[fx.Node], regions) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Nodes of a rewritten graph with an element for every query and key of a fused site: (those that make masks, those that make biases).
+def matrices(gm: fx.GraphModule, scores: set[fx.Node], regions) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """Nodes of a rewritten graph with an element for every query and key of a fused site: (those that make masks, those that make biases, those that
+    would be there without attention, because the model reads them itself or hands them out).
 
     scores: what `between` said before the rewrite; what is left of that and what the attention ops read as captured tensors is looked at,
     because elsewhere a shape says nothing. A bias is a tensor whose elements the scores add, and what that is made of. Inputs and views of
     them are not made here, expanded views hold fewer elements than their shape says.
     """
     sizes = {(r.problem.M, r.problem.N) for r in regions if r.fused and r.problem.M > 1 and r.problem.N > 1}
-    masks, biases = [], []
+    masks, biases, own = [], [], []
     for module in _modules(gm):
         read: dict[bool, list[fx.Node]] = {True: [], False: []}
         for n in module.graph.nodes:
@@ -98,16 +100,16 @@ def matrices(gm: fx.GraphModule, scores: set[fx.Node], regions) -> tuple[list[fx
                 for a, node in zip(spec.aux, n.args[3]):
                     read[a.name in scored].append(node)
         mask, bias = _above(read[False]), _above(read[True])
-        given = {id(t.untyped_storage()) for n in module.graph.nodes if n.op in ("placeholder", "get_attr")
-                 for t in [n.meta.get("example_value")] if isinstance(t, torch.Tensor)}
-        for n in module.graph.nodes:
-            t = n.meta.get("example_value")
-            if not isinstance(t, torch.Tensor) or n.op not in ("call_function", "call_method") or id(t.untyped_storage()) in given:
+        elsewhere = _above([module.graph.output_node()], lambda n: str(n.target).startswith("flashfx."))
+        tensors = {n: t for n in module.graph.nodes if isinstance(t := n.meta.get("example_value"), torch.Tensor) and not is_functorch_wrapped_tensor(t)}
+        given = {id(t.untyped_storage()) for n, t in tensors.items() if n.op in ("placeholder", "get_attr")}
+        for n, t in tensors.items():  # inside vmap an element has no storage of its own
+            if n.op not in ("call_function", "call_method") or id(t.untyped_storage()) in given:
                 continue
             shape = tuple(map(_hint, t.shape[-2:]))
             if n in scores | mask | bias and shape in sizes and _hint(t.untyped_storage().nbytes()) >= shape[0] * shape[1] * t.element_size():
-                (biases if n in bias else masks).append(n)
-    return masks, biases
+                (own if n in elsewhere else biases if n in bias else masks).append(n)
+    return masks, biases, own
 
 
 def _hint(size) -> int:
@@ -119,14 +121,15 @@ def _modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
     return list({id(m): m for m in gm.modules() if isinstance(m, fx.GraphModule)}.values())
 
 
-def _above(nodes: list[fx.Node]) -> set[fx.Node]:
+def _above(nodes: list[fx.Node], stop=is_product) -> set[fx.Node]:
+    """`nodes`, what they are made of, and what changes that in place; not beyond `stop`."""
     seen: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
         n = todo.pop()
-        if n not in seen and not is_product(n):
+        if n not in seen and not stop(n):
             seen.add(n)
-            todo += n.all_input_nodes
+            todo += [*n.all_input_nodes, *(u for u in n.users if name_of(u).endswith("_") or name_of(u) in IN_PLACE)]
     return seen
 
 

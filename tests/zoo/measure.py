@@ -28,6 +28,7 @@ class Compiled:
     regions: list[Region] = field(default_factory=list)
     matrices: list[str] = field(default_factory=list)
     biases: int = 0
+    own: int = 0
 
     def __call__(self, gm, example_inputs):
         from flashfx.backend import compile_rewritten
@@ -36,9 +37,10 @@ class Compiled:
         run, regions = compile_rewritten(gm, example_inputs, Options(inner=self.inner), {})
         self.after += count_sites(gm)
         self.regions += regions
-        made, biases = matrices(gm, scores, regions)
+        made, biases, own = matrices(gm, scores, regions)
         self.matrices += [f"{n.name} {tuple(n.meta['example_value'].shape)} {source_line(n)}" for n in made]
         self.biases += len(biases)
+        self.own += len(own)
         return run
 
     @property

@@ -62,7 +62,7 @@ _add("decoder", [
     ("ctrl", None, {"dff": FFN}), "bloom",
     ("falcon-rotary", "falcon", {"num_kv_heads": 1}),
     ("falcon-gqa", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    ("mpt", None, {"d_model": HID, "n_heads": HEADS, "n_layers": 2, "max_seq_len": 64}),
+    ("mpt", None, {"d_model": HID, "n_heads": HEADS, "n_layers": 2, "max_seq_len": max(64, 2 * S)}),
     ("opt", None, {"word_embed_proj_dim": HID}), "biogpt",
     ("llama", None, {"num_key_value_heads": 2}), ("mistral", None, {}), ("mixtral", None, {"sliding_window": None}),
     ("qwen2", None, {"num_key_value_heads": 2}),
