@@ -20,7 +20,7 @@ from .held import Held
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, number, quotient, same, size
 from .relative import gathered
 from .rules import RULES, Product
-from .scalars import added, cast_simplified, is_exact, kind_of, rounded, simplified
+from .scalars import added, cast_simplified, is_bit, is_exact, kind_of, rounded, simplified
 from .values import Refused, Value
 from .views import step_through, within
 
@@ -272,6 +272,8 @@ class Puller:
             return None
         name = row.name
         if v.name.startswith("bitwise") and v.dtype != torch.bool:
+            if name != "not" and all(map(is_bit, args)):
+                return cast_simplified(simplified(name, *(cast_simplified(a, BOOL) for a in args)), INT)
             name = f"bit_{name}"
         if len(args) != row.arity or name not in OPS:
             return None

@@ -51,6 +51,12 @@ def choice(e: Expr) -> tuple[Expr, Const, Const] | None:
     return None
 
 
+def is_bit(e: Expr) -> bool:
+    """Is it a condition, or 0 or 1 as an integer?"""
+    parts = choice(e)
+    return e.kind == BOOL or all(isinstance(c, Const) and c.kind == INT and c.value in (0, 1) for c in (parts[1:] if parts else (e,)))
+
+
 def _one_choice(c: Expr, a: Expr, b: Expr) -> Expr | None:
     """before -> after: where(c, where(d, 0.0, K), where(e, 0.0, K)) -> where(c & d | ~c & e, 0.0, K)"""
     parts = [(TRUE, x, x) if isinstance(x, Const) else choice(x) for x in (a, b)]
