@@ -116,9 +116,9 @@ def check(module: ModuleType, device: str | None = None) -> dict[str, float]:
     print("relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     if device == "cuda":
         from triton.testing import do_bench
-        print(f"forward {do_bench(lambda: run_forward(q, k, v, aux, seed, sizes)):.3f} ms")
+        print(f"forward {do_bench(lambda: run_forward(q, k, v, aux, seed, sizes)):.3f} ms a call, the host's part included")
         if run_backward is not None:
-            print(f"backward {do_bench(lambda: run_backward(grad, q, k, v, aux, seed, out, lse, sizes)):.3f} ms")
+            print(f"backward {do_bench(lambda: run_backward(grad, q, k, v, aux, seed, out, lse, sizes)):.3f} ms a call, the host's part included")
     limit = 1e-4 if problem.dtype == problem.v_dtype == "float32" and "tf32" not in str(getattr(module, "__doc__", "")) else 2e-2
     if not all(error <= limit for error in errors.values()):
         raise AssertionError(f"errors above {limit}: {errors}")

@@ -50,15 +50,15 @@ def duration(seconds: float) -> str:
 
 
 def predict(spec: AttentionSpec, problem: Problem, plan: Plan, called: bool) -> Traffic:
-    """Of the plan's direction. called: the site is a scaled_dot_product_attention call, which materialises its mask but not the scores."""
-    z, forward = math.prod(problem.extents), plan.direction == "forward"
+    """Of the plan's direction. called: the site is a scaled_dot_product_attention call: its kernel is tiled too and counts as ours does, but its mask is a
+    tensor, written and read."""
+    z, forward, after = math.prod(problem.extents), plan.direction == "forward", moved(spec, problem, plan)
     width, extents = WIDTHS[problem.dtype], dict(zip(spec.axes, problem.extents))
-    operands = z * (problem.M + problem.N) * (problem.D + problem.Dv) * width  # q, k, v, out
-    before = operands if forward else operands * 5 // 2  # they and dO; dq, dk, dv
     own = lambda e: problem.M * problem.N * math.prod(extents[a] for a in spec.axes if a in e.variables)
-    if spec.is_masked:  # written once and read here; one for each batch index on which it depends
-        before += 2 * own(spec.visible) * (1 if called else width)
+    mask = 2 * own(spec.visible) if spec.is_masked else 0  # one for each batch index on which it depends
+    if called:
+        return Traffic(after + mask, after)
+    operands = z * (problem.M + problem.N) * (problem.D + problem.Dv) * width  # q, k, v, out
+    before = (operands if forward else operands * 5 // 2) + mask * width  # they and dO; dq, dk, dv
     before += sum(own(load) * (width if load.kind == "float" else ELEMENT[load.kind]) for load in spec.loads if {"i", "j"} <= load.variables)
-    if not called:
-        before += (FORWARD_PASSES if forward else BACKWARD_PASSES) * z * problem.M * problem.N * width
-    return Traffic(before, moved(spec, problem, plan))
+    return Traffic(before + (FORWARD_PASSES if forward else BACKWARD_PASSES) * z * problem.M * problem.N * width, after)

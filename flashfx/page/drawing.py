@@ -135,4 +135,4 @@ def mask(p: Picture) -> Markup:
         parts.append('<path class="grid" d="' + "".join(f"M0 {r * h:.2f}H{wide:.2f}" for r in range(1, rows)) +
                      "".join(f"M{c * w:.2f} 0V{high:.2f}" for c in range(1, columns)) + '"/>')
     return Markup(f'<svg class="mask" viewBox="0 0 {wide:.1f} {high:.1f}" data-rows="{" ".join(p.rows)}" data-m="{p.M_step}" data-n="{p.N_step}" '
-                  f'data-queries="{p.M}" data-keys="{p.N}" role="img" aria-label="mask by tiles">{"".join(parts)}<rect class="cursor" width="{w:.2f}" height="{h:.2f}"/></svg>')
+                  f'data-queries="{p.M}" data-keys="{p.N}" role="img" tabindex="0" aria-label="mask by tiles; arrow keys name them">{"".join(parts)}<rect class="cursor" width="{w:.2f}" height="{h:.2f}"/></svg>')

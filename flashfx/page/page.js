@@ -17,18 +17,30 @@
   for (const svg of all("svg.mask")) {
     const rows = svg.dataset.rows.split(" "), { m, n } = svg.dataset, M = +svg.dataset.queries, N = +svg.dataset.keys;
     const cursor = svg.querySelector(".cursor"), box = svg.viewBox.baseVal;
-    svg.addEventListener("pointermove", (event) => {
-      const seen = svg.getBoundingClientRect();
-      const r = Math.min(rows.length - 1, Math.max(0, Math.floor((event.clientY - seen.top) / seen.height * rows.length)));
-      const c = Math.min(rows[r].length - 1, Math.max(0, Math.floor((event.clientX - seen.left) / seen.width * rows[r].length)));
+    let at = [0, 0];
+    const hide = () => { tip.style.visibility = cursor.style.visibility = "hidden"; };
+    const show = (r, c, x, y) => {
+      at = [r = Math.min(rows.length - 1, Math.max(0, r)), c = Math.min(rows[r].length - 1, Math.max(0, c))];
       tip.textContent = `queries ${r * m} … ${Math.min(M, (r + 1) * m) - 1}\nkeys    ${c * n} … ${Math.min(N, (c + 1) * n) - 1}\n${words[rows[r][c]]}`;
-      tip.style.left = Math.min(event.clientX + 16, innerWidth - 300) + "px";
-      tip.style.top = event.clientY + 16 + "px";
+      tip.style.left = Math.min(x + 16, innerWidth - tip.offsetWidth - 8) + "px";
+      tip.style.top = y + 16 + "px";
       tip.style.visibility = cursor.style.visibility = "visible";
       cursor.setAttribute("x", c * box.width / rows[r].length);
       cursor.setAttribute("y", r * box.height / rows.length);
+    };
+    svg.addEventListener("pointermove", (event) => {
+      const seen = svg.getBoundingClientRect();
+      show(Math.floor((event.clientY - seen.top) / seen.height * rows.length), Math.floor((event.clientX - seen.left) / seen.width * rows[0].length), event.clientX, event.clientY);
     });
-    svg.addEventListener("pointerleave", () => { tip.style.visibility = cursor.style.visibility = "hidden"; });
+    svg.addEventListener("keydown", (event) => {
+      const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      const seen = svg.getBoundingClientRect(), [r, c] = [at[0] + by[0], at[1] + by[1]];
+      show(r, c, seen.left + (c + 1) * seen.width / rows[0].length, seen.top + (r + 1) * seen.height / rows.length);
+    });
+    svg.addEventListener("pointerleave", hide);
+    svg.addEventListener("blur", hide);
   }
 
   // graphs: drag, wheel, buttons
@@ -43,6 +55,12 @@
     view.addEventListener("pointerdown", (event) => { if (event.target.closest("button")) return; held = [event.clientX, event.clientY]; view.setPointerCapture(event.pointerId); view.focus({ preventScroll: true }); });
     view.addEventListener("pointermove", (event) => { if (!held) return; x += (event.clientX - held[0]) / unit(); y += (event.clientY - held[1]) / unit(); held = [event.clientX, event.clientY]; draw(); });
     view.addEventListener("pointerup", () => { held = null; });
+    view.addEventListener("keydown", (event) => {
+      const by = { ArrowUp: [0, 60], ArrowDown: [0, -60], ArrowLeft: [60, 0], ArrowRight: [-60, 0] }[event.key], larger = { "+": 1.4, "=": 1.4, "-": 1 / 1.4 }[event.key];
+      if (event.target !== view || !(by || larger)) return;
+      event.preventDefault();
+      if (by) { x += by[0]; y += by[1]; draw(); } else zoom(larger, svg.viewBox.baseVal.width / 2, svg.viewBox.baseVal.height / 2);
+    });
     // large graphs open at a readable size, at their output; small ones as a whole
     const start = () => {
       x = y = 0; k = 1; draw();
@@ -66,6 +84,10 @@
   // generated source: one block at a time; lines of a role light up together
   for (const kernel of all(".kernel")) {
     const tabs = all("[role=tab]", kernel);
+    tabs.forEach((tab, n) => tab.addEventListener("keydown", (event) => {
+      const to = tabs[n + ({ ArrowRight: 1, ArrowLeft: -1 }[event.key] ?? NaN)];
+      if (to) { event.preventDefault(); to.focus(); to.click(); }
+    }));
     tabs.forEach((tab) => tab.addEventListener("click", () => {
       tabs.forEach((other) => other.setAttribute("aria-selected", other === tab));
       all("[data-block]", kernel).forEach((block) => { block.hidden = tab.dataset.show !== "all" && block.dataset.block !== tab.dataset.show; });

@@ -5,13 +5,19 @@ import dataclasses
 import shlex
 from typing import Any
 
-from ..codegen.traffic import duration, human
+from ..codegen import traffic
+from ..codegen.traffic import human
 from ..errors import PlanError
 from ..report import Group, Report
 from . import drawing, mathml, source
 
 STAGES = ("find", "lift", "check", "plan", "splice")
 """What a site passes through, in order; a refusal names the one that it did not pass."""
+
+
+def duration(seconds: float) -> str:
+    """As in the text report, with the sign for micro."""
+    return traffic.duration(seconds).replace(" us", " µs")
 
 
 def view(report: Report, sources: bool = True) -> dict[str, Any]:
