@@ -13,13 +13,17 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-ARGUMENTS = {"01_quickstart.py": ["--length", "64"]}
+ARGUMENTS = {"01_quickstart.py": ["--length", "64", "--layers", "3"]}
+SMALLER = {"01_quickstart.py": {"12": "3", "[0..11]": "[0..2]", "148": "40"}}
+"""What the output says instead with these arguments."""
 
 
 def promised(path: Path) -> str:
     """The lines below "Output:" in the docstring, as a pattern."""
     text = ast.get_docstring(ast.parse(path.read_text()))
     assert "\nOutput:\n" in text, "an example shows its output"
+    for said, smaller in SMALLER.get(path.name, {}).items():
+        text = text.replace(said, smaller)
     lines = [line.removeprefix("    ") for line in text.split("\nOutput:\n")[1].splitlines()]
     return "".join(r"(.*\n)*?" if line == "…" else re.escape(line).replace("…", ".*") + r"\n" for line in lines)
 

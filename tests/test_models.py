@@ -11,6 +11,8 @@ from .zoo import entries
 from .zoo.measure import Compiled, compare, dropped_out, run, worst
 
 NAMES = ("gpt2", "bert", "llama", "t5", "mistral", "bloom", "gemma2", "vit", "speech_to_text")
+WHOLE = ("gpt2", "t5", "bloom")
+"""Models that the default run tries in every way; the others by eager training and SDPA inference, the rest of the product is marked slow."""
 SITES = {"t5": 6, "speech_to_text": 6}  # two layers of self attention each, and cross attention in decoders
 
 
@@ -48,9 +50,13 @@ def check(e, *, train=False, **options):
     assert "loss" in results[1] and sum(n.startswith("gradient") for n in results[1]) > 10
 
 
-@pytest.mark.parametrize("train", (False, True), ids=("eval", "train"))
-@pytest.mark.parametrize("attn", ("eager", "sdpa"))
-@pytest.mark.parametrize("name", NAMES)
+def _tried(name, *how, slow):
+    return pytest.param(name, *how, id="-".join([name, *(("train" if h else "eval") if isinstance(h, bool) else h for h in how)]),
+                        marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize("name, attn, train", [_tried(name, attn, train, slow=name not in WHOLE and train != (attn == "eager"))
+                                               for name in NAMES for attn in ("eager", "sdpa") for train in (False, True)])
 def test_every_site_is_fused_and_right(name, attn, train):
     e = entry(name)
     offered(e, attn)
@@ -67,8 +73,8 @@ def test_with_inductor(name):
     check(entry(name), inner="inductor")
 
 
-@pytest.mark.parametrize("attn", ("eager", "sdpa"))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, attn", [_tried(name, attn, slow=name != "bloom" and (attn == "sdpa") == bool(n % 2))
+                                        for n, name in enumerate(NAMES) for attn in ("eager", "sdpa")])
 def test_dropout_is_finite_and_follows_the_seed(name, attn):
     e = entry(name)
     offered(e, attn)

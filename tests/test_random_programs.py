@@ -17,9 +17,9 @@ def test_right(seed):
 
 def test_most_are_fused():
     """And the generator writes what the rewrite should take, and what it should not."""
-    programs = [write(random.Random(seed)) for seed in range(200)]  # the first of `python -m tests.random_programs`
+    programs = [write(random.Random(seed)) for seed in range(100)]  # the first of `python -m tests.random_programs`
     valid = [p for p in programs if p.valid]
-    assert 100 <= len(valid) <= 180
+    assert 50 <= len(valid) <= 90
     assert sum(check(p).fused for p in valid) >= 0.9 * len(valid)
 
 
