@@ -14,10 +14,11 @@ import torch
 from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute
 from flashfx.spec import AttentionSpec, EmptyRow
 
+from .additive import additive, could_hide, terms
 from .find import DROPOUTS, REORDERED, Site, carries, has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
-from .masks import Fill, above, contract, could_hide, hiding_sum, normal_condition, normal_score, peel, terms, unpeeled
+from .masks import Fill, contract, normal_condition, normal_score, peel, unpeeled
 from .operands import Operand, captured, trace_back
 from .pull import Puller, gradient_ends
 from .rows import every_row_sees
@@ -281,8 +282,8 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
             raise
     shown = conjunction(f.visible for f in fills)
     if hiding:
-        hidden = hiding_sum(puller.dtypes.get(score, torch.float64 if site.out.dtype == torch.float64 else torch.float32))
-        shown, empty, over = _additive(hiding, hidden, [] if bare else fills, safe, site)
+        dtype = puller.dtypes.get(score, torch.float64 if site.out.dtype == torch.float64 else torch.float32)
+        shown, empty, over, blocked = additive(hiding, dtype, [] if bare else fills, safe, site.weights or site.out)
         shown = conjunction([shown, *(f.visible for f in fills)])
         empty, over = (EmptyRow.NAN, TRUE) if bare else (empty, over)
     for condition in blocked:  # no gradient flows into scores that were replaced
@@ -379,21 +380,3 @@ def _obstacle(scores: Value) -> Value | None:
 
     found = [v for v in upstream(scores, through) if v.name in PRODUCTS or not hands_on(v)]
     return next((v for v in found if any(has_product_above(x) for x in v.inputs)), None)
-
-
-def _additive(hiding: list[Expr], hidden: float, fills: list[Fill], safe: bool, site: Site) -> tuple[Expr, EmptyRow, Expr]:
-    """(visible, empty row, mean over) where terms of the score may be additive masks: sums up to `hidden` hide their key."""
-    shown = conjunction(f.visible for f in fills)
-    total = hiding[0]
-    for t in hiding[1:]:
-        total = call("add", total, t)
-    if any(math.isfinite(f.value) and (safe or not f.added) for f in fills):
-        raise Refused("an additive tensor that may be a mask meets a mask of a finite constant, and rows that both hide follow no single rule",
-                      site.weights or site.out, "combine the masks before they are applied, or hide by -inf")
-    if safe:
-        return call("and", shown, above(total, -math.inf)), EmptyRow.ZERO, TRUE
-    for f in fills:
-        if math.isfinite(f.value):
-            total = call("add", total, call("where", f.visible, Const(0.0), Const(f.value)))
-    over = conjunction([*(f.visible for f in fills if math.isinf(f.value)), above(total, -math.inf)])
-    return call("and", shown, above(total, hidden)), EmptyRow.MEAN_ADD, over

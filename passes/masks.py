@@ -17,10 +17,8 @@ from flashfx.spec import HIDING_FILL, EmptyRow
 
 from .index import Affine, at_least
 from .pull import Puller
-from .rules import PRODUCTS
-from .scalars import round_to, simplified
-from .values import Refused, Value, upstream
-from .views import VIEWS
+from .scalars import round_to
+from .values import Refused
 
 
 @dataclass(frozen=True)
@@ -198,66 +196,6 @@ def _subsets(fills: Sequence[Fill]) -> Iterator[tuple[Fill, ...]]:
     for bits in range(1, 2 ** len(conditions)):
         hidden = {c for n, c in enumerate(conditions) if bits >> n & 1}
         yield tuple(f for f in fills if f.visible in hidden)
-
-
-def terms(score: Expr) -> list[Expr]:
-    """What is added to the dot product's term.
-
-    before -> after: (qk - a) * 0.5 + b -> -a * 0.5, b
-    """
-    if not isinstance(score, Call) or QK not in score.leaves:
-        return []
-    if score.op in ("add", "sub"):
-        a, b = score.args
-        b = call("neg", b) if score.op == "sub" else b
-        return [y for x in (a, b) for y in (terms(x) if QK in x.leaves else [x])]
-    if score.op in ("mul", "truediv") and isinstance(score.args[1], Const) and score.args[1].value > 0:
-        return [call(score.op, t, score.args[1]) for t in terms(score.args[0])]
-    return []
-
-
-def above(term: Expr, bound: float) -> Expr:
-    """before -> after: minimum(a, where(c, 0.0, -inf)) > bound -> (a > bound) & c"""
-    if isinstance(term, Call) and term.op == "minimum":
-        return call("and", above(term.args[0], bound), above(term.args[1], bound))
-    return simplified("gt", term, Const(bound))
-
-
-def could_hide(term: Expr, puller: Puller) -> bool:
-    """May a term be so negative for some keys that it hides them? A slope per head, times a distance, hides none."""
-    return any(isinstance(x, Const) and x.kind == FLOAT and abs(x.value) >= -HIDING_FILL for x in term.leaves) \
-        or any(isinstance(x, Call) and x.op in ("log", "log2", "log1p", "reciprocal") and any(load.kind != FLOAT for load in x.loads)
-               for x in walk(term)) \
-        or any(load.kind == FLOAT and "j" in load.variables and _could_hold_fills(puller.loads[load.name], puller.constants)
-               for load in term.loads)
-
-
-def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool:
-    """Not if it is a parameter, or computed from parameters, integers and ordinary constants, as ALiBi is."""
-    def through(x: Value) -> list[Value]:  # what a product yields is no mask
-        return [] if x.name in PRODUCTS else [y for y in x.inputs if y.dtype.is_floating_point]
-
-    for x in upstream(v, through):
-        if x in constants:
-            data = constants[x]
-            if data.is_floating_point() and data.numel() and data.min().item() <= HIDING_FILL:
-                return True
-        elif x.op is None:
-            example = x.owner.meta.get("example_value") if x.owner is not None else None
-            learned = isinstance(example, torch.Tensor) and (isinstance(example, torch.nn.Parameter) or example.requires_grad and example.is_leaf)
-            if x.dtype.is_floating_point and not learned:
-                return True
-        elif x.name in PRODUCTS:
-            continue
-        elif x.name.startswith(("log", "reciprocal", "div.Tensor")) and _depends_on_inputs(x):
-            return True
-        elif x.name not in VIEWS and any(isinstance(a, (int, float)) and abs(a) >= -HIDING_FILL for a in x.args):
-            return True
-    return False
-
-
-def _depends_on_inputs(v: Value) -> bool:
-    return any(x.op is None and x.owner is not None and x.owner.op != "get_attr" for x in upstream(v))
 
 
 # ---------------------------------------------------------------------------------------------------- normal form

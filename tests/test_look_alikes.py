@@ -222,3 +222,19 @@ def test_shared_dropout_is_one_mask():
     backend = Counting()
     assert not torch.compile(fn, backend=backend)(*qkv(False)).any()
     assert [r.fused for r in backend.regions] == [True, True]
+
+
+@pytest.mark.parametrize("constant", [-math.inf, LOWEST, -1e38, -1e30, -1e9])
+def test_an_added_tensor_that_hides_and_scores_that_are_replaced(constant):
+    """Rows that either hides entirely, both do together, or one of them but for a key."""
+    m, n = 6, 7
+    g = torch.Generator().manual_seed(0)
+    added = torch.randn(2, 1, m, n, generator=g).masked_fill(torch.rand(2, 1, m, n, generator=g) < 0.4, constant)
+    seen = torch.rand(2, 1, m, n, generator=g) < 0.6
+    seen[0, 0, 0] = False
+    added[0, 0, 1], seen[0, 0, 1] = constant, torch.arange(n) < 3
+    added[1, 0, 1], seen[1, 0, 1] = constant, torch.arange(n) > 5
+    added[1, 0, 2], seen[1, 0, 2] = constant if math.isfinite(constant) else LOWEST, True
+    region, = compare(lambda q, k, v, a, b: (q @ k.mT * 0.5 + a).masked_fill(~b, LOWEST).softmax(-1) @ v,
+                      rand(2, 3, m, 4, seed=1), rand(2, 3, n, 4, seed=2), rand(2, 3, n, 4, seed=3), added, seen)
+    assert region.fused

@@ -286,7 +286,7 @@ def two_constants_that_add_up(q, k, v, a, b):
 @row("an additive tensor that may be a mask meets a mask of a finite constant, and rows that both hide follow no single rule",
      lambda: (*qkv(), rand(B, 1, M, N, grad=False), keep(B, 1, 1, N)))
 def opaque_mask_and_fill(q, k, v, a, b):
-    return (scores(q, k) + a).masked_fill(~b, LOWEST).softmax(-1) @ v
+    return (scores(q, k) + a).masked_fill(~b, -1e9).softmax(-1) @ v
 
 
 # ------------------------------------------------------------------------------------------- gradients
