@@ -131,7 +131,7 @@ class Sampler:
             g = torch.Generator().manual_seed(self.trial * 1_000_003 + v.number)
             shape = [self.sizes.number(s) for s in v.shape]
             if v.dtype.is_floating_point:
-                scale = self.scale if v in self.scaled else max(1, *shape[-1:]) ** -0.5  # weights in front of q, k and v must not blow them up
+                scale = self.scale if v in self.scaled else max((1, *shape[-1:])) ** -0.5  # weights in front of q, k and v must not blow them up
                 self.known[v] = torch.randn(shape, generator=g, dtype=torch.float64) * scale
             else:
                 data = torch.rand(shape, generator=g) < 0.7

@@ -45,6 +45,11 @@ def test_every_output_and_gradient_is_compared(dtype):
     assert "2 rewritten sites, 2 agree with their originals, 0 differ, 0 not compared; 0 left alone" in str(found)
 
 
+def test_a_tensor_without_dims_is_drawn_too():
+    found = flashfx.verify(lambda q, k, v, factor: ((q @ k.mT).softmax(-1) - factor * (q @ k.mT * 0.5).softmax(-1)) @ v, *operands()[:3], torch.tensor(0.5))
+    assert found and not found.wrong and not found.unchecked
+
+
 def test_inference_compares_outputs():
     with torch.no_grad():
         found = flashfx.verify(two, *operands())

@@ -11,7 +11,7 @@ SAMPLE = {e.name: e for e in [*entries()[::6], *entries(["funnel", "gpt_oss", "j
 REFUSED = {  # entry -> what every refusal says
     "jetmoe": ("read by",),  # a graph break hands the weights out
     "groupvit": ("add",),  # weights / (their sum + eps): not a softmax any more
-    "big_bird-sparse": ("read by", "see different keys", "the second product sums over"),  # weights of gathered blocks, stored into a larger tensor
+    "big_bird-sparse": ("read by", "cat stands between"),  # weights of gathered blocks, stored into a larger tensor; pieces of scores masked one by one
 }
 
 
