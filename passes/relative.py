@@ -88,9 +88,18 @@ class _Lines:
         return self.known[v, x]
 
     def gather(self, v: Value, source: Value, dim: int, line: Value) -> Value:
-        """What `v` gathers, at `line`, with the positions in the last dim."""
+        """What `v` gathers, at `line`, with the positions in the last dim.
+
+        Thousands of differences share a bucket: in half precision the table's gradient would be their sum rounded after every addition
+        (and Inductor's atomic additions of it the slowest kernel by far), so what has 16 bits is gathered as float32.
+        """
+        dtype = source.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            source = self.make(aten._to_copy.default, source, dtype=torch.float32)
         args = {"embedding.default": (source, line, *v.args[2:]), "index_select.default": (source, dim, line)}
         short = self.make(v.op, *args.get(v.name, (source, [None] * dim + [line])))
+        if short.dtype != dtype:
+            short = self.make(aten._to_copy.default, short, dtype=dtype)
         rank = len(source.shape)
         if dim == rank - 1:
             return short
