@@ -18,7 +18,8 @@ from ..region import Problem
 from ..spec import AttentionSpec
 from .captured import is_relative
 from .gpu import GPU
-from .parts import chunks, peel
+from .factors import peel
+from .parts import chunks
 from .plan import WIDTHS, Plan, registers_per_thread
 from .tiles import classify
 

@@ -10,7 +10,7 @@ import re
 from typing import Iterable, Mapping, Sequence
 
 from .philox import ROUNDS
-from .program import FAST_TANH, HELPERS
+from .program import HELPERS, NATIVE_TANH
 from .writer import Kernel, Writer, wrapped
 
 SIGMOID = '''@triton.jit
@@ -77,7 +77,7 @@ def in_gluon(text: str) -> str:
 
 def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
-    table = HELPERS | {"tanh": FAST_TANH, "sigmoid": SIGMOID}
+    table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
     return [*found, *([KEEP_TILE] if "keep_scores(" in text else [])]
 

@@ -183,7 +183,12 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
     allocate_stored(site, out)
-    found["keys"].call(_grid("KEYS", "BLOCK_N", "N", axes), out)
+    grid = _grid("KEYS", "BLOCK_N", "N", axes)
+    if hopper_backward.starts_long(site):
+        row = sum(6 * c.width for c in site.qk_chunks) + sum(2 * c.width for c in site.v_chunks)  # bytes of q, dO and dQ
+        rows = f"M * {count(site.other_axes(axes))}" if site.other_axes(axes) else "M"
+        grid = f"long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows} * {row} / 1024)"
+    found["keys"].call(grid, out)
     if "sum" in found:
         sum_stored(site, found["sum"], out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")

@@ -18,7 +18,8 @@ from ..spec import BLOCK, AttentionSpec
 from .blocks import pays
 from .captured import is_relative
 from .gpu import GPU
-from .parts import chunks, peel
+from .factors import peel
+from .parts import chunks
 from .ranges import bounds
 from .schedules import hopper, hopper_captured
 
@@ -191,7 +192,7 @@ def _ladder(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> lis
         wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
         start = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
         if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
-            start = (min(start[:2]), min(start[:2]), start[2] if found == "fma" else 8, 1)
+            start = (min(start[:2]), min(start[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (start[2] if found == "fma" else 8, 1)))
     else:
         tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
         heavy = is_heavy(spec, kernel) or found == "mma" and kernel != "forward" and tiled
@@ -243,7 +244,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
         return depth * m * (d + dv) + n * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + depth * 8 * m + staged + 2048
     if kernel == "rows":
         return depth * n * (d + dv) + m * (d + dv) + tiled_loads + m * n * width * 2 + scratch * (width == 4 or spec.dropout > 0) + staged + 2048
-    return m * (d + dv) + n * (d + dv) + tiled_loads + scratch + m * n * width + 2048
+    return depth * (m + n) * (d + dv) + tiled_loads + scratch + m * n * width + 2048
 
 
 def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem: Problem) -> float:

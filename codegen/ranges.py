@@ -211,6 +211,12 @@ class _Solver:
             return EVERYTHING
         return NOTHING if isinstance(condition, Const) else Interval(None, call("where", condition, self.size, 0))
 
+    def _low(self, a: Interval) -> Expr | None:
+        """Where it begins; what `_given` leaves empty begins behind the end, so that a union with it begins where the other does."""
+        if a.lo is None and isinstance(a.hi, Call) and a.hi.op == "where" and a.hi.args[1:] == (self.size, Const(0)):
+            return call("where", a.hi.args[0], 0, self.size)
+        return a.lo
+
     # logic
 
     def both(self, a: Range, b: Range) -> Range:
@@ -219,7 +225,8 @@ class _Solver:
     def either(self, a: Range, b: Range) -> Range:
         if NOTHING in (a.hull, b.hull):
             return b if a.hull == NOTHING else a
-        hull = Interval(None if None in (a.hull.lo, b.hull.lo) else smallest(a.hull.lo, b.hull.lo),
+        lows = self._low(a.hull), self._low(b.hull)
+        hull = Interval(None if None in lows else smallest(*lows),
                         None if None in (a.hull.hi, b.hull.hi) else largest(a.hull.hi, b.hull.hi))
         return Range(hull, self._longer(a.full, b.full))
 

@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Sequence
 
+from ..compat import interpreting
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from . import host
@@ -61,7 +62,8 @@ def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bo
         functions.append(host.backward_function(site, found))
     kernels = [k.source for k in found.values()]
     body = "\n".join([*kernels, *functions])
-    shared = [*([KEEP_TILE] if "keep_tile(" in body else []), *helpers(body, "float32" in (site.dtype, site.v_dtype)), *gluon.helpers(body)]
+    native = plan.gpu.capability >= (7, 5) and not interpreting()
+    shared = [*([KEEP_TILE] if "keep_tile(" in body else []), *helpers(body, "float32" in (site.dtype, site.v_dtype), native), *gluon.helpers(body)]
     head = _head(site, plan, backward if any(site.needs) else None, problem, body)
     text = "\n\n\n".join([head, *shared, *kernels, *functions, _MAIN]) + "\n"
     return Source(text, plan, backward if any(site.needs) else None)
@@ -89,6 +91,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line(f"from flashfx.codegen.captured import {', '.join(sums)}")
     if plan.listed:
         out.line("from flashfx.codegen.blocks import lists_for")
+    if "long_first(" in body:
+        out.line("from flashfx.codegen.order import long_first")
     makers = [name for name in ("tiles_of", "tma_tiles") if f"{name}(" in body]
     if makers:
         out.line(f"from flashfx.codegen.descriptors import {', '.join(makers)}")

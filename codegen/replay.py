@@ -41,7 +41,7 @@ class Watched:
         compiled = self.kernel[grid](*args, **options, **self.more)
         recording = getattr(_active, "recording", None)
         if recording is not None:
-            recording.launched(compiled, grid[0], [*args, *(options[name] for name in self.kernel.arg_names[len(args):])])
+            recording.launched(compiled, (*grid, 1, 1)[:3], [*args, *(options[name] for name in self.kernel.arg_names[len(args):])])
 
 
 def without_spilling(spilled: int, options: dict) -> dict[str, int]:
@@ -109,7 +109,7 @@ class Recording(TorchDispatchMode):
             self.steps.append((_operation(func, *given, [self._new(r) for r in results]), [s for s in tree_leaves(given) if isinstance(s, _Slot)]))
         return result
 
-    def launched(self, compiled, grid: int, args: list) -> None:
+    def launched(self, compiled, grid: tuple[int, int, int], args: list) -> None:
         """`args` are the kernel's arguments, constants included; descriptors are expanded as Triton's launcher wants them."""
         launch = compat.direct_launch(compiled)
         described = iter(compat.descriptor_metadata(compiled))
@@ -168,7 +168,7 @@ def _operation(func, args, kwargs, made: list[int]) -> Callable:
     return step
 
 
-def _launching(launch, grid: int, flat: list, pointers: list, maps: list) -> Callable:
+def _launching(launch, grid: tuple[int, int, int], flat: list, pointers: list, maps: list) -> Callable:
     def step(slots, stream):
         args = flat.copy()
         for at, slot in pointers:

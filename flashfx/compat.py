@@ -89,7 +89,7 @@ def tf32_allowed() -> bool:
 
 
 def direct_launch(compiled):
-    """(grid, stream, arguments) -> launch of a compiled Triton kernel through the C function that Triton's own launch ends in.
+    """((x, y, z) of the grid, stream, arguments) -> launch of a compiled Triton kernel through the C function that Triton's own launch ends in.
 
     Arguments are numbers, addresses and tensor maps, descriptors expanded. None where this release of Triton cannot be driven so.
     """
@@ -103,8 +103,8 @@ def direct_launch(compiled):
     packed = compiled.packed_metadata
     if hasattr(launcher, "kernel_signature"):  # Triton 3.7
         annotations, signature = launcher.arg_annotations, launcher.kernel_signature
-        return lambda grid, stream, args: launch(grid, 1, 1, stream, *fixed, packed, None, None, None, None, None, annotations, signature, args)
-    return lambda grid, stream, args: launch(grid, 1, 1, stream, *fixed, None, None, packed, None, None, None, *args)  # Triton 3.6
+        return lambda grid, stream, args: launch(*grid, stream, *fixed, packed, None, None, None, None, None, annotations, signature, args)
+    return lambda grid, stream, args: launch(*grid, stream, *fixed, None, None, packed, None, None, None, *args)  # Triton 3.6
 
 
 def spilled(compiled) -> int:

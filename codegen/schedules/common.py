@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ...expr import QK, Const, Expr, Load
 from ...spec import EmptyRow
 from ..derivative import partial as derivative
+from ..factors import split_factor
 from ..parts import LOG2E, Site, arguments, decode, flatten, head_index, load_tile, pieces, product
 from ..philox import threshold
 from ..program import Program
@@ -13,18 +14,8 @@ from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
 
 
-def split_factor(e: Expr) -> tuple[Expr, float]:
-    """A derivative as (rest, constant): the constant multiplies the finished gradient once instead of every element."""
-    factor = 1.0
-    while getattr(e, "op", "") == "mul" and any(isinstance(a, Const) for a in e.args):
-        a, b = e.args
-        e, c = (b, a) if isinstance(a, Const) else (a, b)
-        factor *= c.value
-    return (Const(1.0), factor * e.value) if isinstance(e, Const) else (e, factor)
-
-
 def scaled(site: Site, wrt: Expr) -> tuple[Expr, float]:
-    return split_factor(derivative(site.spec.score, wrt))
+    return split_factor(derivative(site.score, wrt))
 
 
 def buffer(site: Site, load: Load) -> str:

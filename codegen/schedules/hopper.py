@@ -7,8 +7,9 @@ from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, walk
 from ...region import Problem
 from ...spec import BLOCK, AttentionSpec
-from ..captured import differentiable_loads
-from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, peel, pieces, tiles_name
+from ..captured import differentiable_loads, is_relative
+from ..factors import peel
+from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..writer import Writer
@@ -66,6 +67,9 @@ def rises(e: Expr) -> bool:
         return False
     if e.op in ("add", "minimum", "maximum"):
         return all(map(rises, e.args))
+    if e.op == "where":  # everything up to some key, nothing behind it
+        c, a, b = e.args
+        return isinstance(c, Call) and c.op in ("le", "lt") and rises(c.args[0]) and fixed(c.args[1]) and a == Const(0) and isinstance(b, Var)
     a, b = e.args if len(e.args) == 2 else (e, e)
     positive = lambda x: isinstance(x, Const) and x.value > 0
     if e.op == "mul":
@@ -243,7 +247,8 @@ def preferred_elsewhere(spec: AttentionSpec, problem: Problem, direction: str, d
         return f"{problem.M} query rows leave its second warpgroup idle"
     if problem.D != problem.Dv and direction == "backward":  # forward at 192 and 128, N = 4096: 643 against 441 TFLOP/s
         return f"head sizes {problem.D} and {problem.Dv} were not measured in it yet"
-    steps = is_heavy(spec) or peel(spec.score)[0] != QK and not tiled  # a bias by TMA: 1.74 against 1.98 ms at N = 4096
+    relative = any(map(is_relative, spec.score.loads))  # its elements come while the products run: 2.1 against 3.0 ms
+    steps = not relative and (is_heavy(spec) or peel(spec.score)[0] != QK and not tiled)  # a bias by TMA: 1.74 against 1.98 ms at N = 4096
     if direction == "forward" and steps and max(problem.D, problem.Dv) <= 64:  # softcap 218 against 198 TFLOP/s, ALiBi 342 / 325
         return "at head sizes up to 64 many small programs hide the latency of a score's own steps better"
     return None

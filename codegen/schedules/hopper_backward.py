@@ -7,7 +7,7 @@ of a step: the assembler would serialise those that are.
 """
 from __future__ import annotations
 
-from ...expr import QK, Const, Var
+from ...expr import QK, Const, Expr, Load, Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
 from ..parts import LOG2E, Site, count, decode, tiles_name
@@ -39,8 +39,12 @@ def keys_kernel(site: Site) -> Kernel:
                              tma_arguments(site, results, rows) | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
-    out.assign("y", "tl.program_id(0) // tiles")
-    out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles" if site.ordered else "tl.program_id(0) % tiles")
+    if starts_long(site):
+        out.assign("y", "tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)", "the keys that most rows see first: short tiles fill the gaps")
+        out.assign("tile", "tl.program_id(1)")
+    else:
+        out.assign("y", "tl.program_id(0) // tiles")
+        out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles" if site.ordered else "tl.program_id(0) % tiles")
     decode(out, mine, "y")
     if site.averages:
         out.assign("average", "tl.load(Averaging + y)")
@@ -94,6 +98,11 @@ def keys_kernel(site: Site) -> Kernel:
     return kernel
 
 
+def starts_long(site: Site) -> bool:
+    """Are the first keys seen by most rows (causal masks), and is any order of programs right? Then they start first (`order.long_first`)."""
+    return Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M") and not site.ordered and not site.listed
+
+
 def is_tight(site: Site) -> bool:
     """Do registers run out unless the loop spares them, at the price of a little time?"""
     return not is_split(site) or bool(site.spec.visible.loads)
@@ -109,13 +118,26 @@ def _issue_scores(site: Site, out: Writer, q: str) -> None:
     _chain(out, "next_qk", site.qk_chunks, lambda c: f"k{c.suffix}", lambda c: f"{q}{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
 
 
-def _scores_and_dp(site: Site, out: Writer) -> None:
+def _scores_and_dp(site: Site, body: Body, out: Writer, rows: str = "BLOCK_N", warps: int = WARPS) -> None:
     """Issue S^T and dP^T of a tile as soon as its q and dO are there; wait for the first."""
     out.line("mbarrier.wait(q_full.index(slot), phase)")
     _issue_scores(site, out, "q")
     out.line("mbarrier.wait(do_full.index(slot), phase)")
     _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
+    _enter(site, body.program, out, rows, warps)
     out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "dP still runs")
+
+
+def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> None:
+    """Begin a tile: where its vectors and captured tiles are, and with registers to spare the loads across rows and keys that TMA cannot do."""
+    visible = [site.spec.visible] if site.spec.is_masked else []
+    program.enter(out, [site.raw, *visible, scaled(site, QK)[0], *([site.spec.empty_over] if site.averages else [])], "")
+    rows_from_rings(site, program)
+    tiles = tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
+    program.body.names |= tiles
+    for load in site.raw.loads:
+        if is_split(site) and {"i", "j"} <= load.variables and load not in tiles:
+            program.value(load)
 
 
 def _accumulate(site: Site, partial: str, others) -> Partition:
@@ -149,7 +171,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
             out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
         for c in site.v_chunks:
             out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
-        _scores_and_dp(site, out)
+        _scores_and_dp(site, body, out)
         signed = _weights(site, body, out, partial)
         for c in site.v_chunks:
             out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
@@ -223,9 +245,6 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     beyond = [] if site.whole else ["(j < N)[:, None]"]
     visible = [spec.visible] if spec.is_masked else []
     wanted = [scaled(site, QK)[0]]
-    program.enter(out, [site.raw, *visible, *wanted, *([spec.empty_over] if site.averages else [])], "")
-    rows_from_rings(site, program)
-    program.body.names |= tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
     raw = program.tile(site.raw)
     name = raw if raw.isidentifier() else out.assign("raw", raw)
 
@@ -246,14 +265,15 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
                 inside()
 
     early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
+    squared = degree(wanted[0], site.raw) <= 2 and site.factor > 1e-6  # then 0 * slope is 0 with a finite score, and no weight needs a second look
     if early:
-        hide("float('-inf')", name, "0.0")  # exp2(0 - log2(keys)) = 1 / keys
+        hide("-1e15" if squared else "float('-inf')", name, "0.0")  # exp2(0 - log2(keys)) = 1 / keys
         program.body.names[site.raw] = name
     out.assign("p", f"tl.exp2({name} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))})")
     if not early:
         hide("0.0", "p", body.across(from_ring("mean_ring")))
     late = program.dims(wanted[0]) != {"i", "j"}
-    rest = "p" if late else body.times(wanted[0], "p", early and bool(partial))
+    rest = "p" if late else body.times(wanted[0], "p", early and bool(partial) and not squared)
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
         out.assign("keep", f"keep_scores(seed, z, key0, i0, {threshold(spec.dropout)}, {rows}, BLOCK_M, {warps}, True, scores)")
@@ -263,6 +283,17 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
         else:
             out.assign("p", "tl.where(keep, p, 0.0)")
     return bool(spec.dropout) and rest == "p"
+
+
+def degree(e: Expr, x: Expr) -> int:
+    """As which power of `x` the expression grows; 99 if it is no polynomial of it."""
+    if e == x:
+        return 1
+    below = [degree(a, x) for a in e.args_()] if not isinstance(e, Load) else []
+    if not any(below):
+        return 0
+    op = getattr(e, "op", "")
+    return sum(below) if op == "mul" else max(below) if op in ("add", "sub", "neg") else 99
 
 
 def _accumulate_half(site: Site, partial: str, others) -> Partition:
@@ -294,7 +325,7 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
         for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
             for c in found:
                 out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
-        _scores_and_dp(site, out)
+        _scores_and_dp(site, body, out, str(HALF), 4)
         signed = _weights(site, body, out, partial, str(HALF), 4)
         for c in site.v_chunks:
             out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")

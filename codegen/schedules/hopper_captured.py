@@ -12,10 +12,11 @@ from ...region import Problem
 from ...spec import BLOCK, AttentionSpec
 from ..captured import differentiable_loads, dims_of
 from ..derivative import partial as derivative
+from ..factors import split_factor
 from ..parts import Site, count, extent
 from ..program import local
 from ..writer import Kernel, Writer
-from .common import buffer, split_factor
+from .common import buffer
 
 
 def candidates(spec: AttentionSpec) -> list[Load]:

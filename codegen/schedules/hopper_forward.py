@@ -180,12 +180,13 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
         out.assign("slot", "tile % STAGES")
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
         _issue_scores(site, out, "slot")
+        out.assign("j0", "start" if not site.listed else tile_start(site, "j", "0"))
+        _enter(site, program, out, partial)
         out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
         _leave_keys(site, out)
         if several:
             out.line("tma.store_wait(0)", "the output before this one has left the place of its query rows")
             out.line(f"mbarrier.arrive(q_empty.index({_q_slot(site, '(turn + 1)')}), count=1, pred=turn > 0)")
-        out.assign("j0", "start" if not site.listed else tile_start(site, "j", "0"))
         _softmax(site, program, out, partial, first=True)
         _weights(site, out)
         for c in site.v_chunks:
@@ -200,6 +201,7 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
             _issue_scores(site, out, "slot")
             out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
             _issue_values(site, out, "previous")
+            _enter(site, program, out, partial)
             out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
             _leave_keys(site, out)
             _softmax(site, program, out, partial, first=False)
@@ -254,16 +256,25 @@ def _wait_values(site: Site, out: Writer) -> None:
     out.assign(", ".join(f"acc{n}" for n in names), f"warpgroup_mma_wait(0, [{', '.join(f'next_acc{n}' for n in names)}])")
 
 
+def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
+    """Begin a tile of keys: its indices, and the loads across rows and keys that TMA cannot do, which come while the products run."""
+    visible = [site.spec.visible] if site.spec.is_masked and partial else []
+    program.enter(out, [site.raw, *visible], () if partial and not site.whole else "j")
+    if partial or Var("j") in site.raw.leaves:
+        out.assign("j", "j0 + cols")
+    tiled = tile_loads(site)
+    program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(tiled)}
+    for load in site.raw.loads:
+        if {"i", "j"} <= load.variables and load not in tiled:
+            program.value(load)
+
+
 def _softmax(site: Site, program: Program, out: Writer, partial: str, first: bool) -> None:
     """From the products qk: score, mask, running maximum and sum; weights p before dropout."""
     spec = site.spec
     c2 = site.factor * LOG2E
     beyond = bool(partial) and not site.whole
     visible = spec.visible if spec.is_masked else None
-    program.enter(out, [site.raw, *([visible] if visible is not None and partial else [])], () if beyond else "j")
-    if partial or Var("j") in site.raw.leaves:
-        out.assign("j", "j0 + cols")
-    program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(tile_loads(site))}
     raw = program.tile(site.raw)
     out.assign("raw", raw)
     if partial:

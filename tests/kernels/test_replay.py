@@ -53,7 +53,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(CompiledKernel, "function", None, raising=False)
     monkeypatch.setattr(compat, "spilled", lambda compiled: 0)
     monkeypatch.setattr(compat, "interpreting", lambda: False)
-    monkeypatch.setattr(compat, "direct_launch", lambda compiled: lambda grid, stream, args: launches.append(("replay", compiled.name, (grid, 1, 1), args)))
+    monkeypatch.setattr(compat, "direct_launch", lambda compiled: lambda grid, stream, args: launches.append(("replay", compiled.name, grid, args)))
     monkeypatch.setattr(_Driver, "utils", types.SimpleNamespace(fill_tma_descriptor=lambda *a: ("map", *map(str, a)),
                                                                 fill_tma_descriptor_tiled=lambda *a: ("map", *map(str, a))), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
@@ -181,8 +181,8 @@ def test_triton_s_launcher_is_driven_as_triton_drives_it(described, monkeypatch)
         launcher.__dict__.update(arg_annotations="annotations", kernel_signature="signature")
     compiled = types.SimpleNamespace(run=launcher, function="function", packed_metadata="packed", metadata=types.SimpleNamespace(tensordesc_meta=[layout]))
     tensor = TensorDescriptor(torch.zeros(128, 64, dtype=torch.bfloat16), [128, 64], [64, 1], [64, 64]) if described else 5
-    launcher(7, 1, 1, "stream", "function", "packed", None, None, None, 11, tensor, 3)
+    launcher(7, 2, 3, "stream", "function", "packed", None, None, None, 11, tensor, 3)
     expanded = compat.expanded_descriptor(tensor, layout) if described else [tensor]
-    compat.direct_launch(compiled)(7, "stream", [11, *expanded, 3])
+    compat.direct_launch(compiled)((7, 2, 3), "stream", [11, *expanded, 3])
     flat = [[*a[:-1], *a[-1]] if isinstance(a[-1], (list, tuple)) else list(a) for a in seen]
     assert len(flat) == 2 and flat[0] == flat[1]

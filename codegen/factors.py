@@ -1,0 +1,68 @@
+"""A score as kernels compute it: constant factors that the exponent or a finished gradient takes once instead of every element, positions as vectors."""
+from __future__ import annotations
+
+from ..expr import FLOAT, Call, Const, Expr, Var
+from .ranges import linear, unlinear
+
+
+def peel(score: Expr) -> tuple[Expr, float]:
+    """score = X * c with a constant c > 0 -> (X, c): the constant moves into the exponent's, and from there into an FMA.
+
+    before -> after: qk * 0.125 -> (qk, 0.125); qk / 8.0 -> (qk, 0.125)
+    """
+    factor = 1.0
+    while isinstance(score, Call) and score.op in ("mul", "truediv"):
+        a, b = score.args
+        if isinstance(b, Const) and b.kind == FLOAT and a.kind == FLOAT and 0.0 < b.value < float("inf"):
+            score, factor = a, factor * b.value if score.op == "mul" else factor / b.value
+        elif score.op == "mul" and isinstance(a, Const) and a.kind == FLOAT and b.kind == FLOAT and 0.0 < a.value < float("inf"):
+            score, factor = b, factor * a.value
+        else:
+            break
+    return score, factor
+
+
+def gathered(score: Expr) -> Expr:
+    """The same score with a chain of constant factors as one: for 16-bit operands, which do not see float32's last digit, and only for them.
+
+    before -> after: qk * 0.125 / 50.0 -> qk * 0.0025
+    """
+    if not isinstance(score, Call):
+        return score
+    score = Call(score.op, tuple(gathered(a) for a in score.args))
+    if score.op not in ("mul", "truediv") or score.kind != FLOAT:
+        return score
+    a, b = score.args[::-1] if score.op == "mul" and isinstance(score.args[0], Const) else score.args
+    if not isinstance(b, Const) or isinstance(a, Const) or a.kind != FLOAT or not 1e-30 < abs(b.value) < 1e30:
+        return score
+    factor = 1.0 / b.value if score.op == "truediv" else b.value
+    if isinstance(a, Call) and a.op == "mul" and isinstance(a.args[1], Const) and a.args[0].kind == FLOAT and 1e-30 < abs(a.args[1].value * factor) < 1e30:
+        a, factor = a.args[0], a.args[1].value * factor
+    return Call("mul", (a, Const(factor)))
+
+
+def by_vectors(score: Expr) -> Expr:
+    """The same score with differences of positions converted as two vectors, not element by element, which takes as long as an exponential.
+    Below 2**23 the positions and their difference are exact in float32.
+
+    before -> after: to_float(j - i + 1) -> to_float(j) + to_float(-i + 1)
+    """
+    if not isinstance(score, Call):
+        return score
+    if score.op != "to_float" or not {"i", "j"} <= score.variables:
+        return Call(score.op, tuple(by_vectors(a) for a in score.args))
+    terms, constant = linear(score.args[0])
+    if any(abs(c) != 1 or x not in map(Var, "ijMN") for x, c in terms.items()) or abs(constant) > 2 ** 20:
+        return score
+    parts = unlinear({Var("j"): terms.pop(Var("j"))}, 0), unlinear(terms, constant)
+    return Call("add", tuple(Call("to_float", (part,)) for part in parts))
+
+
+def split_factor(e: Expr) -> tuple[Expr, float]:
+    """A derivative as (rest, constant): the constant multiplies the finished gradient once instead of every element."""
+    factor = 1.0
+    while getattr(e, "op", "") == "mul" and any(isinstance(a, Const) for a in e.args):
+        a, b = e.args
+        e, c = (b, a) if isinstance(a, Const) else (a, b)
+        factor *= c.value
+    return (Const(1.0), factor * e.value) if isinstance(e, Const) else (e, factor)
