@@ -75,16 +75,21 @@ def depth(config) -> int:
 
 
 def build(config, attn: str, dtype: torch.dtype, train: bool, initialised: bool = False):
-    """A model in the current device and tensor mode, its weights random if `initialised`, else arbitrary. Raises FlashFXError if it has no such attention."""
+    """A model in the current device and tensor mode, its weights random if `initialised`, else arbitrary; numbers of tokens that its configuration leaves
+    open are chosen, attention does not depend on them. Raises FlashFXError if it has no such attention."""
     import transformers
     from transformers.initialization import no_init_weights
     kinds = _KINDS[0 if getattr(config, "is_encoder_decoder", False) else 2:]
     kind = next((k for n in kinds if type(config) in getattr(k := getattr(transformers, n), "_model_mapping", {})), None)
     if kind is None:
         raise FlashFXError(f"transformers has no model class for {config.model_type!r}: none of {', '.join(kinds)} knows it")
-    for field in ("image_token_id", "image_token_index", "audio_token_id", "video_token_id"):
-        if getattr(config, field, 0) is None:  # a default configuration may name no token for images, which forward compares ids with
-            setattr(config, field, 0)
+    tokens = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")  # with which forward compares ids
+    if getattr(config, "vocab_size", 0) is None:  # left to the checkpoint, with the ids that depend on it
+        config.vocab_size = 1024
+        tokens += ("pad_token_id", "mask_token_id")
+    for field in tokens:
+        if getattr(config, field, 0) is None:
+            setattr(config, field, 1)
     try:
         with contextlib.nullcontext() if initialised else no_init_weights():
             model = kind.from_config(config, attn_implementation=attn, dtype=dtype)
