@@ -24,11 +24,12 @@ def philox(seed, c0, c1, c2):
     k1 = (seed >> 32).to(gl.uint32)
     c3 = c2 * 0
     for _ in gl.static_range({ROUNDS}):
-        a, b = c0, c2
-        c0 = gl.umulhi(b, 0xCD9E8D57) ^ c1 ^ k0
-        c2 = gl.umulhi(a, 0xD2511F53) ^ c3 ^ k1
-        c1 = b * 0xCD9E8D57
-        c3 = a * 0xD2511F53
+        a = c0.to(gl.uint64) * 0xD2511F53
+        b = c2.to(gl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(gl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(gl.uint32) ^ c3 ^ k1
+        c1 = b.to(gl.uint32)
+        c3 = a.to(gl.uint32)
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0, c1, c2, c3
@@ -45,9 +46,16 @@ def words_layout(ROWS, COLUMNS, WARPS):
 
 
 @gluon.jit
-def keep_scores(seed, z, a0, b0, THRESHOLD: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-                WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Dropout's decisions for the score tile at row a0 and column b0 of batch index z; keys run along the rows if TRANSPOSED."""
+def kept(p, words, THRESHOLD: gl.constexpr):
+    """p where dropout keeps it, else 0; written so that the compiler does not choose between halves of packed registers."""
+    return gl.inline_asm_elementwise("{{ .reg .pred keep; setp.ge.u32 keep, $2, $3; selp.f32 $0, $1, 0f00000000, keep; }}", "=f,f,r,r",
+                                     [p, words, gl.full_like(words, THRESHOLD)], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def random_words(seed, z, a0, b0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+                 TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Dropout's random words for the score tile at row a0 and column b0 of batch index z; keys run along the rows if TRANSPOSED."""
     words: gl.constexpr = words_layout(ROWS, COLUMNS, WARPS)
     r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))
     c = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, words))
@@ -61,7 +69,7 @@ def keep_scores(seed, z, a0, b0, THRESHOLD: gl.constexpr, ROWS: gl.constexpr, CO
         w0, w1, w2, w3 = philox(seed, b + zero, a + zero, z.to(gl.uint32) + zero)
     tile = gl.join(gl.join(w0, w1), gl.join(w2, w3))               # (r, c, bit 3 of the column, bit 3 of the row)
     tile = tile.reshape([ROWS // 16, 8, COLUMNS // 16, 8, 2, 2]).permute([0, 5, 1, 2, 4, 3]).reshape([ROWS, COLUMNS])
-    return gl.convert_layout(tile, LAYOUT) >= THRESHOLD'''
+    return gl.convert_layout(tile, LAYOUT)'''
 
 
 def in_gluon(text: str) -> str:
@@ -79,7 +87,7 @@ def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
-    return [*found, *([KEEP_TILE] if "keep_scores(" in text else [])]
+    return [*found, *([KEEP_TILE] if "random_words(" in text else [])]
 
 
 def words_of(text: str) -> set[str]:

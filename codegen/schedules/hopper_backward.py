@@ -276,7 +276,7 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     rest = "p" if late else body.times(wanted[0], "p", early and bool(partial) and not squared)
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
-        out.assign("keep", f"keep_scores(seed, z, key0, i0, {threshold(spec.dropout)}, {rows}, BLOCK_M, {warps}, True, scores)")
+        out.assign("keep", f"random_words(seed, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores) >= {threshold(spec.dropout)}")
         if rest == "p":
             out.assign("slope", "tl.where(keep, p, -p)", "its sign says what dropout keeps")
             out.assign("p", "tl.maximum(slope, 0.0)")

@@ -304,8 +304,8 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
 def _weights(site: Site, out: Writer) -> None:
     """p as the left operand of P V, in registers."""
     if site.spec.dropout:
-        out.assign("keep", f"keep_scores(seed, z, i0, j0, {threshold(site.spec.dropout)}, {ROWS}, BLOCK_N, 4, False, scores)")
-        out.assign("p", "tl.where(keep, p, 0.0)", "the sum l is of the weights before dropout")
+        out.assign("words", f"random_words(seed, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
+        out.assign("p", f"kept(p, words, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:
         out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({tiles_name('V', c)}.dtype), gl.DotOperandLayout(0, values{c.suffix}, 2))")
 
