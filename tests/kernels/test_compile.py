@@ -51,8 +51,8 @@ def test_builds_without_spilling(arch, dtype, head, variant, kind):
     builds(arch, dtype, head, variant, kind)
 
 
-SPILLED = {("softcap", "self"): 24, ("softcap", "gqa"): 20, ("dropout", "self"): 8, ("dropout_padding", "self"): 12, ("t5_table", "gqa"): 8,
-           ("dropout", "gqa"): 0, ("bias", "self"): 4, ("bias", "gqa"): 4}
+SPILLED = {("softcap", "self"): 24, ("softcap", "gqa"): 20, ("dropout", "self"): 24, ("dropout", "gqa"): 32, ("dropout_padding", "gqa"): 8, ("t5_table", "gqa"): 8,
+           ("bias", "self"): 4, ("bias", "gqa"): 4}
 """Bytes that the Hopper backward spills at head size 128; 0 for all others."""
 
 
