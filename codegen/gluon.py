@@ -47,7 +47,7 @@ def words_layout(ROWS, COLUMNS, WARPS):
 
 @gluon.jit
 def kept(p, words, THRESHOLD: gl.constexpr):
-    """p where dropout keeps it, else 0; written so that the compiler does not choose between halves of packed registers."""
+    """p where dropout keeps it, else 0. Selected here, for the compiler would select halves of registers, after rounding."""
     choice: gl.constexpr = "{{ .reg .pred keep; setp.ge.u32 keep, $2, $3; selp.f32 $0, $1, 0f00000000, keep; }}"
     limit = gl.full_like(words, THRESHOLD)
     return gl.inline_asm_elementwise(choice, "=f,f,r,r", [p, words, limit], gl.float32, is_pure=True, pack=1)
