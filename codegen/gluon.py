@@ -56,7 +56,7 @@ def kept(p, words, THRESHOLD: gl.constexpr):
 @gluon.jit
 def random_words(seed, z, a0, b0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
                  TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Dropout's random words for the score tile at row a0 and column b0 of batch index z; keys run along the rows if TRANSPOSED."""
+    """Dropout's random words for the score tile at (z, a0, b0), batch index, row and column; TRANSPOSED: keys along the rows."""
     words: gl.constexpr = words_layout(ROWS, COLUMNS, WARPS)
     r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))
     c = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, words))
