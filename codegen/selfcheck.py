@@ -33,7 +33,7 @@ def captured_tensors(spec: AttentionSpec, problem: Problem, dtype=torch.float32,
                     positions = evaluate(index, env, found, None, torch.float64)
                     shape[d] = max(shape[d], int(positions.max()) + 1 if positions.numel() else 1)
             if a.kind == FLOAT:
-                found[a.name] = torch.randn(shape, generator=generator).to(dtype)
+                found[a.name] = torch.randn(shape, generator=generator, dtype=dtype, device=None if generator else device)
             elif a.kind == BOOL:
                 found[a.name] = torch.rand(shape, generator=generator) < 0.8
             else:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from typing import Annotated
@@ -111,3 +112,25 @@ def attention(
             json.dump({"device": title, "rows": [r.as_dict() for r in rows]}, file, indent=1)
     if plot:
         draw(rows, which, plot, title)
+
+
+@app.command()
+def tiles(
+    path: Annotated[str, typer.Argument(help="the table, JSON")] = "tiles.json",
+    quick: Annotated[bool, typer.Option(help="two small workloads, to try the command")] = False,
+    processes: Annotated[int, typer.Option(help="that compile; one a core by default")] = 0,
+    minutes: Annotated[float, typer.Option(help="stop after this long, with what there is")] = 60.0,
+) -> None:
+    """Every tile that fits, kernel by kernel, over a grid of specs: what the cost model's rates are fitted to.
+
+    Examples:
+
+      python -m flashfx bench tiles
+      python -m flashfx bench tiles h200.json --minutes 10
+    """
+    from ..codegen.gpu import current
+    from .sweep import Table, grid, sweep
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    title = device_line(where)
+    print(title, flush=True)
+    sweep(grid(quick), current(where), where, Table(path, title), processes or os.cpu_count() or 1, 60 * minutes, lambda text: print(text, flush=True))

@@ -19,7 +19,7 @@ from flashfx.codegen.selfcheck import captured_tensors
 from flashfx.region import Problem
 from flashfx.spec import AttentionSpec
 
-from .compiled import _Driver
+from flashfx.codegen.offline import _Driver
 
 TEXT = """\
 attention[b, h, g, i, j]

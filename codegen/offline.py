@@ -1,0 +1,107 @@
+"""Compile generated kernels for any NVIDIA GPU on a machine without one: shared memory, registers and spills as the compiler reports them.
+
+A module's host functions run on CPU tensors that nothing reads, while its kernels are replaced by recorders that compile what is launched.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Callable
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime import driver
+
+from .gpu import GPU
+from .replay import without_spilling
+
+
+@dataclass(frozen=True)
+class Report:
+    """One kernel: bytes of shared memory, registers of a thread, bytes spilled, and whether asynchronous matrix products run one by one."""
+
+    kernel: str
+    shared: int
+    registers: int
+    spilled: int
+    serialised: bool
+
+
+class _Driver:
+    """What `JITFunction.warmup` asks a driver."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return self.capability
+
+    def get_current_stream(self, device):
+        return 0
+
+
+class _Recorder:
+    """Compiles what is launched, as `replay.Watched` does."""
+
+    def __init__(self, function, gpu: GPU, found: list[Report]):
+        self.function, self.gpu, self.found = function, gpu, found
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            compiled = self.function.warmup(*args, grid=grid, **options)
+            figures = assembled(compiled, self.gpu)
+            more = without_spilling(figures[1], options)
+            if more:
+                compiled = self.function.warmup(*args, grid=grid, **options, **more)
+                figures = assembled(compiled, self.gpu)
+            self.found.append(Report(self.function.__name__, compiled.metadata.shared, *figures))
+        return run
+
+
+def assembled(kernel, gpu: GPU) -> tuple[int, int, bool]:
+    """(registers, bytes spilled, are asynchronous matrix products run one by one?) of a compiled kernel, by ptxas."""
+    arch = gpu.capability[0] * 10 + gpu.capability[1]
+    ptx = kernel.asm["ptx"]
+    target = re.search(r"\.target (\w+)", ptx).group(1)
+    with tempfile.TemporaryDirectory() as directory:
+        source = os.path.join(directory, "kernel.ptx")
+        with open(source, "w") as file:
+            file.write(ptx)
+        log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", source, "-o", os.path.join(directory, "kernel.cubin")],
+                             capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+    return int(re.search(r"Used (\d+) registers", log).group(1)), spilled, "wgmma.mma_async instructions are serialized" in log
+
+
+@contextlib.contextmanager
+def standing_in(gpu: GPU):
+    """While the block runs, Triton compiles for `gpu`, whatever there is."""
+    before = driver._active
+    driver.set_active(_Driver(gpu.capability[0] * 10 + gpu.capability[1]))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def compile_launches(module: ModuleType, gpu: GPU, run: Callable[[], object]) -> list[Report]:
+    """Compile for `gpu` what `run` launches of a generated module's kernels; none is launched. In the order of the launches."""
+    found: list[Report] = []
+    kernels = {name: f for name, f in vars(module).items() if name.startswith("attention_")}
+    with standing_in(gpu):
+        try:
+            for name, function in kernels.items():
+                setattr(module, name, _Recorder(function, gpu, found))
+            run()
+        finally:
+            for name, function in kernels.items():
+                setattr(module, name, function)
+    return found

@@ -1,0 +1,332 @@
+"""Measure every tile that fits, kernel by kernel, over a grid of specs: the table to which the cost model's rates are fitted."""
+from __future__ import annotations
+
+import functools
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Callable
+
+import torch
+
+from .. import compat
+from ..codegen import candidates
+from ..codegen.gpu import GPU
+from ..codegen.layout import empty_lse, empty_output
+from ..codegen.load import load
+from ..codegen.plan import make_plan, overridden
+from ..codegen.render import render
+from ..codegen.replay import without_spilling
+from ..codegen.schedules import hopper
+from ..codegen.selfcheck import captured_tensors
+from ..region import Problem
+from ..spec import AttentionSpec
+
+WINDOW = 1024
+VARIANTS = {
+    # name -> (captured tensors, score, mask, dropout's rate, which captured tensors get gradients)
+    "full": ((), "qk * 0.125", "", "", ()),
+    "causal": ((), "qk * 0.125", "j <= i", "", ()),
+    "window": ((), "qk * 0.125", f"(j <= i) & (i - j < {WINDOW})", "", ()),
+    "bias": (("bias: float[4]",), "qk * 0.125 + bias[b, h, i, j]", "", "", (False,)),
+    "trained": (("bias: float[3]",), "qk * 0.125 + bias[h, i, j]", "", "", (True,)),
+    "dropout": ((), "qk * 0.125", "j <= i", "0.1", ()),
+    "softcap": ((), "tanh(qk * 0.125 / 30.0) * 30.0", "j <= i", "", ()),
+    "alibi": (("slope: float[1]",), "qk * 0.125 + slope[h] * to_float(j - i)", "j <= i", "", (False,)),
+}
+
+
+def spec_of(variant: str, grouped: bool = False) -> AttentionSpec:
+    """A variant over axes b, h, or b, h, g with keys shared along g."""
+    given, score, where, drop, _ = VARIANTS[variant]
+    q = "b, h, g" if grouped else "b, h"
+    lines = [f"attention[{q}, i, j]", *(f"  given   {g}" for g in given), f"  qk = q[{q}, i] . k[b, h, j]", f"  score = {score}"]
+    lines += [f"  where {where}", "  empty nan"] if where else []
+    lines += [f"  drop {drop}"] if drop else []
+    return AttentionSpec.parse("\n".join([*lines, "  out = softmax_j(score) . v[b, h, j]"]))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A spec with head sizes and a dtype, measured at several shapes; only shapes of one kind, so that kernels are compiled once."""
+
+    variant: str
+    grouped: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return spec_of(self.variant, self.grouped)
+
+    def __str__(self) -> str:
+        p = self.problems[0]
+        return f"{self.variant}{' grouped' if self.grouped else ''} d={p.D} {p.dtype}{' decode' if p.M == 1 else ''}"
+
+
+def shape(length: int, head: int, grouped: bool, dtype: str, queries: int | None = None) -> Problem:
+    """Some 16k to 128k tokens. No extent is 1 or a multiple of 16: Triton compiles those anew."""
+    batch = {128: 36, 256: 30, 512: 12, 2048: 6, 4096: 4, 8192: 2}.get(length, 2)
+    heads = 12 if length <= 8192 else 2
+    batch = 36 if queries else batch
+    return Problem((batch, 2, heads // 2) if grouped else (batch, heads), queries or length, length, head, head, dtype, dtype)
+
+
+def grid(quick: bool = False) -> list[Workload]:
+    """The workloads of the recorded sweep."""
+    if quick:
+        made = lambda name, n: Problem((2, 3), n, n, 16, 16, "float16", "float16")
+        return [Workload("causal", False, (made("causal", 128),)), Workload("trained", False, (made("trained", 128),))]
+    usual, long = (512, 2048, 8192), (128, 2048, 8192, 65536)
+    chosen = [("causal", 128, long), ("causal", 64, long), ("full", 64, long), ("full", 128, usual), ("bias", 64, usual), ("bias", 128, usual),
+              ("dropout", 64, usual), ("dropout", 128, usual), ("window", 64, long), ("window", 128, usual), ("gqa", 128, long), ("gqa", 64, usual),
+              ("softcap", 64, usual), ("softcap", 128, usual), ("causal", 256, usual), ("full", 32, usual), ("causal", 80, usual), ("alibi", 64, usual),
+              ("alibi", 128, usual), ("full", 192, usual), ("trained", 64, (512, 2048, 4096)), 
+              ("causal", 96, usual), ("trained", 128, (512, 2048, 4096))]
+    found = []
+    for variant, head, lengths in chosen:
+        grouped = variant == "gqa"
+        found.append(Workload("causal" if grouped else variant, grouped, tuple(shape(n, head, grouped, "bfloat16") for n in lengths)))
+    found[8:8] = [Workload("full", True, tuple(shape(n, head, True, "bfloat16", 1) for n in (2048, 32768))) for head in (64, 128)]
+    found.append(Workload("causal", False, tuple(shape(n, 64, False, "float32") for n in (512, 2048))))
+    return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """One generated module: a direction of a workload with given tiles."""
+
+    workload: Workload
+    direction: str
+    schedule: str
+    tiles: tuple[tuple[str, candidates.Tiles], ...]
+    gpu: GPU
+
+    def __str__(self) -> str:
+        return f"{self.workload} {self.schedule} {self.direction} " + ", ".join(f"{k} {name_of(t)}" for k, t in self.tiles)
+
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        return (True, True, True, *VARIANTS[self.workload.variant][4])
+
+    @functools.cached_property
+    def module(self):
+        """The loaded module, or None if the schedule does not take it."""
+        spec, problem, backward, needs = self.workload.spec, self.workload.problems[0], None, (False,) * len(self.needs)
+        tiles = {"forward": (64, 32, 4, 2), **dict(self.tiles)}
+        with overridden(schedule=self.schedule if self.direction == "forward" else "triton", **tiles):
+            plan = make_plan(spec, problem, self.gpu, "forward", listed=False)
+        if self.direction == "backward":
+            needs = self.needs
+            with overridden(schedule=self.schedule, **tiles):
+                backward = make_plan(spec, problem, self.gpu, "backward", listed=False, needs=needs)
+        if (backward or plan).schedule != self.schedule:
+            return None
+        return load(render(spec, plan, problem, needs, backward).text)
+
+
+def name_of(tiles: candidates.Tiles) -> str:
+    return "x".join(map(str, tiles))
+
+
+def jobs(workload: Workload, gpu: GPU) -> list[Job]:
+    """Every tile that fits, each kernel's in turn; dK/dV and dQ are paired in one module, but measured alone."""
+    p, spec, found = workload.problems[0], workload.spec, []
+    offer = lambda kernel: candidates.portable(kernel, spec, p, gpu)
+    if gpu.capability == (9, 0) and not compat.interpreting():
+        for tiles in candidates.hopper("forward", p):
+            if hopper.shared_bytes("forward", spec, p, tiles[0], tiles[1], tiles[3], ()) <= gpu.shared_per_block and p.M > 1:
+                found.append(Job(workload, "forward", "hopper", (("forward", tiles),), gpu))
+        for tiles in candidates.hopper("keys", p):
+            if hopper.shared_bytes("keys", spec, p, tiles[0], tiles[1], tiles[3], ()) <= gpu.shared_per_block and p.M > 1:
+                found.append(Job(workload, "backward", "hopper", (("keys", tiles),), gpu))
+    found += [Job(workload, "forward", "triton", (("forward", t),), gpu) for t in offer("forward")]
+    if p.M > 1:
+        lists = {kernel: offer(kernel) for kernel in ("keys", "rows", *(("dense",) if True in job_needs(workload)[3:] else ()))}
+        longest = max(map(len, lists.values()))
+        for n in range(longest):
+            found.append(Job(workload, "backward", "triton", tuple((k, ts[n % len(ts)]) for k, ts in lists.items()), gpu))
+    return found
+
+
+def job_needs(workload: Workload) -> tuple[bool, ...]:
+    return (True, True, True, *VARIANTS[workload.variant][4])
+
+
+def compiled(job: Job) -> tuple[Job, list, float, str]:
+    """In a worker: (job, a report of each kernel, seconds, what went wrong)."""
+    from ..codegen.offline import compile_launches
+    start = time.perf_counter()
+    torch.set_num_threads(1)
+    try:
+        spec, p, module = job.workload.spec, job.workload.problems[0], job.module
+        if module is None:
+            return replace(job), [], time.perf_counter() - start, "refused"
+        if compat.interpreting():
+            return replace(job), [], time.perf_counter() - start, ""
+        arguments = Operands(spec, p, torch.device("cpu"))
+        reports = compile_launches(module, job.gpu, lambda: arguments.call(module, job.direction))
+        return replace(job), reports, time.perf_counter() - start, ""
+    except Exception as error:  # noqa: BLE001  one kernel that does not compile must not end the sweep
+        return replace(job), [], time.perf_counter() - start, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class Operands:
+    """Random inputs of a problem on a device; the log-sum-exp is about what standard normal scores have."""
+
+    def __init__(self, spec: AttentionSpec, problem: Problem, device: torch.device):
+        extents, self.device = dict(zip(spec.axes, problem.extents)), device
+        of = lambda name, rows: torch.randn(*(e if a in getattr(spec, name) else 1 for a, e in extents.items()), rows, problem.D, device=device).to(dtype)
+        dtype = getattr(torch, problem.dtype)
+        self.q, self.k, self.v = of("q", problem.M), of("k", problem.N), of("v", problem.N)
+        self.aux = [t.to(dtype) if t.is_floating_point() else t for t in captured_tensors(spec, problem, dtype, device)]
+        self.seed, self.sizes = torch.ones(1, dtype=torch.int64, device=device), [*problem.extents, *problem.sizes]
+        self.out = empty_output(problem.extents, problem.M, self.v).normal_()
+        self.grad = torch.randn(self.out.shape, device=device).to(dtype)
+        self.lse = empty_lse(problem.extents, problem.M, self.v).fill_(math.log(problem.N) + 0.5)
+
+    def call(self, module, direction: str):
+        """Run the host function of a direction."""
+        if direction == "forward":
+            return module.forward(self.q, self.k, self.v, self.aux, self.seed, self.sizes)
+        return module.backward(self.grad, self.q, self.k, self.v, self.aux, self.seed, self.out, self.lse, self.sizes)
+
+
+class _Launches:
+    """Stands in for a kernel of a generated module: launches it, and keeps the launch for timing."""
+
+    def __init__(self, kernel, kept: list[tuple[str, Callable]]):
+        self.kernel, self.kept, self.more = kernel, kept, None
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            if self.more is None:
+                self.more = {} if compat.interpreting() else without_spilling(compat.spilled(self.kernel.warmup(*args, grid=grid, **options)), options)
+            self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*args, **options, **self.more)))
+            self.kept[-1][1]()
+        return run
+
+
+class Clock:
+    """Times kernels on a device: the cache is flushed before each run, and the queue is filled while the device waits, so that launching is not in it."""
+
+    def __init__(self, device: torch.device, milliseconds: float = 8.0):
+        self.device, self.budget = device, milliseconds
+        self.flush = torch.empty(2 ** 27, dtype=torch.int8, device=device) if device.type == "cuda" else None
+
+    def median(self, run: Callable[[], object]) -> float:
+        """Microseconds, to be called after a first run."""
+        if self.flush is None:
+            start = time.perf_counter()
+            run()
+            return (time.perf_counter() - start) * 1e6
+        first = self._times(run, 1)[0]
+        return statistics.median(self._times(run, max(3, min(9, int(self.budget * 1e3 / first)))))
+
+    def _times(self, run, count: int) -> list[float]:
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        torch.cuda._sleep(1_000_000 + 500_000 * count)
+        for start, stop in marks:
+            self.flush.zero_()
+            start.record()
+            run()
+            stop.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(stop) * 1e3 for start, stop in marks]
+
+
+def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
+    """Microseconds of each kernel of a job: "schedule kernel tiles" -> time. Forward is all that its host function launches."""
+    module, kept = job.module, []
+    for name, kernel in list(vars(module).items()):
+        if name.startswith("attention_") and not isinstance(kernel, _Launches):
+            setattr(module, name, _Launches(kernel, kept))
+        elif isinstance(kernel, _Launches):
+            kernel.kept = kept
+    operands.call(module, job.direction)
+    tiles = dict(job.tiles)
+    if job.direction == "forward":
+        runs = [run for _, run in kept]
+        return {f"{job.schedule} forward {name_of(tiles['forward'])}": clock.median(lambda: [run() for run in runs])}
+    found = {}
+    for name, run in kept:
+        kernel = ROLES[job.schedule].get(name, "dense")
+        own = tiles.get({"one_pass": "keys"}.get(kernel, kernel))
+        found[f"{job.schedule} {kernel}" + (f" {name_of(own)}" if own else "")] = clock.median(run)
+    return found
+
+
+ROLES = {
+    "triton": {"attention_delta": "delta", "attention_backward_keys": "keys", "attention_backward_rows": "rows"},
+    "hopper": {"attention_delta": "delta", "attention_backward_keys": "one_pass", "attention_backward_rows": "sum", "attention_sum": "total"},
+}
+"""Names of generated kernels -> kernels of the cost model; any other is "dense"."""
+
+
+class Table:
+    """What a sweep found, kept on disk as it grows."""
+
+    def __init__(self, path: str, device: str):
+        self.path, self.device = Path(path), device
+        self.points: dict[tuple[str, Problem], dict[str, float]] = {}
+        self.builds: list[list] = []
+        self.failed: list[str] = []
+
+    def write(self) -> None:
+        """JSON: one line a point or build."""
+        points = [{"variant": w, **{k: v for k, v in vars(p).items() if k != "sizes"}, "us": {k: float(f"{t:.4g}") for k, t in us.items()}} for (w, p), us in self.points.items()]
+        line = lambda rows: "[\n" + ",\n".join(json.dumps(r, separators=(",", ":")) for r in rows) + "\n]"
+        text = f'{{"device": {json.dumps(self.device)},\n"points": {line(points)},\n"builds": {line(self.builds)},\n"failed": {line(self.failed)}}}\n'
+        self.path.write_text(text)
+
+
+def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Table, processes: int, seconds: float, say: Callable[[str], None]) -> None:
+    """Compile in `processes` processes, measure what is compiled as it comes; ends after `seconds` at the latest."""
+    start, clock, inputs = time.perf_counter(), Clock(device), {}
+    todo = [job for w in workloads for job in jobs(w, gpu)]
+    written = 0.0
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        pending = {pool.submit(compiled, job) for job in todo}
+        done_jobs = 0
+        while pending and time.perf_counter() - start < seconds:
+            done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in done:
+                job, reports, took, error = future.result()
+                done_jobs += 1
+                table.builds += [[str(job.workload), job.schedule, gpu.arch, ROLES[job.schedule].get(r.kernel, r.kernel), *_tiles(job, r.kernel), r.shared, r.registers, r.spilled] for r in reports]
+                if error or any(r.spilled > SPILLED for r in reports):
+                    if error != "refused":
+                        table.failed.append(f"{job}: {error or 'spills ' + str(max(r.spilled for r in reports))}")
+                    continue
+                for problem in job.workload.problems:
+                    if time.perf_counter() - start > seconds:
+                        break
+                    key = (str(job.workload).split(" d=")[0], problem)
+                    try:
+                        if key not in inputs:
+                            inputs[key] = Operands(job.workload.spec, problem, device)
+                        table.points.setdefault(key, {}).update(measured(job, inputs[key], clock))
+                    except Exception as failure:  # noqa: BLE001  one kernel that does not run must not end the sweep
+                        table.failed.append(f"{job} N={problem.N}: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
+                if time.perf_counter() - written > 15:
+                    written = time.perf_counter()
+                    table.write()
+                    say(f"{time.perf_counter() - start:4.0f} s  {done_jobs} of {len(todo)} modules, {sum(map(len, table.points.values()))} times, "
+                        f"{len(table.failed)} failed  {job} ({took:.1f} s to compile)")
+        for future in pending:
+            future.cancel()
+    table.write()
+    say(f"{time.perf_counter() - start:4.0f} s  {done_jobs} of {len(todo)} modules, {sum(map(len, table.points.values()))} times, {len(table.failed)} failed")
+
+
+SPILLED = 64
+"""Bytes; a kernel that spills more is not measured."""
+
+
+def _tiles(job: Job, kernel: str) -> list:
+    role = ROLES[job.schedule].get(kernel, "forward" if job.direction == "forward" else "dense")
+    return list(dict(job.tiles).get({"one_pass": "keys"}.get(role, role), ()))[:4] or [0, 0, 0, 0]
