@@ -1,42 +1,100 @@
-"""Tiles that a kernel could have: what fits in shared memory and registers, for the cost model to choose from."""
+"""Tiles that a kernel could have, and the cost model's order of those that fit."""
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass, replace
+
 from ..region import Problem
-from ..spec import AttentionSpec
+from ..spec import BLOCK, AttentionSpec
+from . import cost
 from .gpu import GPU
-from .plan import padded, registers_per_thread, shared_bytes, units
+from .largest import largest
+from .limits import LIMIT, padded, registers_per_thread, resident, shared_bytes, units
+from .schedules import hopper
 
 Tiles = tuple[int, int, int, int]
 """(BLOCK_M, BLOCK_N, num_warps, num_stages)."""
 
 
-def portable(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, limit: float = 208) -> list[Tiles]:
-    """Of the portable schedule. limit: registers for accumulators and score tiles."""
-    found = units(problem, gpu)
-    outer = problem.N if kernel == "keys" else problem.M  # rows of the first product: what a program holds
-    big = max(padded(problem.D), padded(problem.Dv)) > 128
-    least = (32 if big else 64) if found == "wgmma" and outer >= 64 else 16
-    most = 128 if outer > 64 else max(16, 1 << (outer - 1).bit_length())
-    tiles = []
-    for first in (16, 32, 64, 128):
-        if not least <= first <= most:
-            continue
-        for second in (16, 32, 64, 128):
-            if second < 32 and found == "wgmma":
-                continue
-            m, n = (second, first) if kernel == "keys" else (first, second)
-            for warps in (4, 8):
-                if warps == 8 and (m * n < 2048 or found == "wgmma" and not big and first < 128 and m * n < 64 * 64):
-                    continue
-                fits = [s for s in ((1,) if found == "fma" or kernel == "dense" else (2, 3))
-                        if shared_bytes(kernel, (m, n, warps, s), problem, spec, gpu) <= gpu.shared_per_block
-                        and registers_per_thread(kernel, (m, n, warps, s), problem) <= limit]
-                tiles += [(m, n, warps, s) for s in fits]
-    return tiles
+@dataclass(frozen=True)
+class Candidate:
+    """Tiles with what they need. unfit: why they cannot be had, or "". seconds: of the kernel, predicted; infinite where unfit."""
+
+    tiles: Tiles
+    shared: int
+    registers: float
+    unfit: str = ""
+    seconds: float = float("inf")
+
+    def __str__(self) -> str:
+        m, n, warps, stages = self.tiles
+        return f"{m}x{n}, {warps} warps, {stages} stages"
 
 
-def hopper(kernel: str, problem: Problem) -> list[Tiles]:
+def generated(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False) -> list[Tiles]:
+    """Tiles worth a look, in no order. listed: the mask's run-time summary says which tiles to visit."""
     head = max(padded(problem.D), padded(problem.Dv))
-    if kernel == "keys":
-        return [(64, 128, 12, s) for s in (1, 2)] if head <= 64 else [(64, 128, 8, 2), (64, 128, 8, 1)]
-    return [(m, n, m // 64 * 4, s) for m in (128, 192) for n in (32, 64, 128) for s in (2, 3) if m == 128 or head <= 64]
+    if schedule == "hopper":
+        if kernel == "keys":  # its kernel is written for these
+            return [(64, 128, 12 if head <= 64 else 8, stages) for stages in (2, 1)]
+        return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
+                if not (m == 192 and (head > 64 or not hopper.is_simple(spec) or listed and BLOCK % m))]
+    if units(problem, gpu) != "wgmma" or kernel == "dense":
+        return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
+    outer = problem.N if kernel == "keys" else problem.M  # rows of the first product: what a program holds
+    least = 16 if outer < 64 and head <= 128 else 32 if head > 128 and kernel != "forward" else 64  # a warpgroup's instruction takes 64
+    most = 128 if outer > 64 else max(least, 1 << (outer - 1).bit_length())
+    found = [(first, second, warps, stages) for first in (16, 32, 64, 128) for second in (32, 64, 128) for warps in (4, 8) for stages in (3, 2)
+             if least <= first <= most and (warps == 4 or first == 128 or head > 128)]
+    return [(second, first, *rest) for first, second, *rest in found] if kernel == "keys" else found
+
+
+def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu: GPU) -> list[Tiles]:
+    """Tiles with their stages, halved along the longer side until they fit in shared memory."""
+    m, n, warps, most = tiles
+    while True:
+        found = [(m, n, warps, stages) for stages in range(most, min(most, 2) - 1, -1)]
+        if shared_bytes(kernel, found[-1], problem, spec, gpu) <= gpu.shared_per_block:
+            return found
+        if m == n == 16:
+            return [*found, (m, n, warps, 1)]
+        m, n = (m // 2, n) if m > n or n == 16 else (m, n // 2)
+        warps = min(warps, 4 if m * n <= 2048 and max(padded(problem.D), padded(problem.Dv)) <= 128 else 8)
+
+
+@functools.lru_cache(maxsize=4096)
+def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = ()) -> tuple[Candidate, ...]:
+    """Every candidate, fastest first by the cost model at the problem's rounded sizes; those that do not fit last. The same on every machine."""
+    problem = rounded(problem)
+    known, scalar = cost.facts(spec, problem), units(problem, gpu) == "fma"
+    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar) for tiles in generated(schedule, kernel, spec, problem, gpu, listed)]
+    if schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
+        least = min((c for c in found if c.shared <= gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
+        found = [_weighed(schedule, kernel, c.tiles, spec, problem, gpu, tiled, known, scalar, float("inf")) if c is least else c for c in found]
+    return tuple(sorted(found, key=lambda c: (bool(c.unfit), c.seconds, c.tiles)))
+
+
+def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None = None) -> Candidate:
+    m, n, warps, stages = tiles
+    if schedule == "hopper":
+        shared, registers = hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled), hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec))
+        limit, programs, name = hopper.register_limit(kernel, m), 1, "one_pass" if kernel == "keys" else kernel
+    else:
+        shared, registers = shared_bytes(kernel, tiles, problem, spec, gpu), registers_per_thread(kernel, tiles, problem, spec)
+        limit = LIMIT[kernel] if units(problem, gpu) == "wgmma" and kernel != "dense" else float("inf")  # `largest` has been compiled
+        programs, name = resident(gpu, warps, shared, registers), kernel
+    limit, unfit = most or limit, ""
+    if shared > gpu.shared_per_block:
+        unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {gpu.shared_per_block / 1024:.0f}"
+    elif registers > limit:
+        unfit = f"about {registers:.0f} registers, {limit:.0f} can be had"
+    found = Candidate(tiles, shared, registers, unfit)
+    return found if unfit else replace(found, seconds=cost.kernel_cost(schedule, name, tiles, known, gpu, scalar, programs, registers).seconds)
+
+
+def rounded(problem: Problem) -> Problem:
+    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …): one choice holds for a range, and dynamic sizes need few kernels."""
+    def up(size: int) -> int:
+        unit = 1 << max(0, size.bit_length() - 2)
+        return -(-size // unit) * unit
+    return replace(problem, extents=tuple(map(up, problem.extents)), M=up(problem.M), N=up(problem.N))

@@ -4,8 +4,8 @@ The formulas are sympy expressions over the symbols below, counted from the tili
 and walks the visible tiles of the inner one. FlashAttention's Theorem 2 (forward), Theorem 5 (backward) and Proposition 4 (block-sparse)
 are their limits for tiles that fill the SRAM (`limit`, tests/test_cost.py).
 
-Time is a model, calibrated on measured kernels (`RATES`): matrix units and special functions do not overlap in the long run, whatever the
-schedule tries, so that their times add up; memory runs beside them.
+Time is a model (`features`), calibrated on measured kernels (`flashfx.codegen.rates`): matrix units and the steps of the softmax do not overlap
+in the long run, whatever the schedule tries, so that their times add up; memory runs beside them.
 """
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ import functools
 import math
 from dataclasses import dataclass
 
-from ..expr import Call, walk
+from typing import TYPE_CHECKING
+
+from ..expr import Call, Expr, Var, walk
 from ..region import Problem
 from ..spec import AttentionSpec
 from .captured import is_relative
 from .gpu import GPU
 from .factors import peel
+from .limits import WIDTHS, padded
 from .parts import chunks
-from .plan import WIDTHS, Plan, registers_per_thread
-from .tiles import classify
+from .ranges import bounds
+from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STREAM, TURNS, Rate
+from .tiles import classify, estimate
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 SYMBOLS = "Z G M N D E W BLOCK_M BLOCK_N T"
 """Batch indices, how many of them share keys (grouped queries), queries, keys, head sizes of q and k (D) and of v (E), bytes of an element, tile sizes, visible tiles over all batch indices."""
@@ -94,41 +101,12 @@ def limit(kernel: str):
 
 
 @dataclass(frozen=True)
-class Rate:
-    """Shares of the peak that a kind of kernel sustains, and what each turn costs beside its tiles. Measured, see `RATES`.
-
-    matrix, special   of the matrix units and of the special functions
-    turn              seconds from a program's last tile to the next one's first
-    """
-
-    matrix: float
-    special: float
-    turn: float
-
-
-RATES = {
-    # (schedule, kernel) -> Rate. H200, bf16, 16k tokens, hidden size 2048, N 512 to 16k, d 64 and 128, causal and full: least squares over
-    # tests/data/h200_attention.json (the portable schedule's: four rows). A share above 1 says how much runs beside the matrix units.
-    ("hopper", "forward"): Rate(0.90, 1.27, 1.9e-6),
-    ("hopper", "one_pass"): Rate(0.69, 0.60, 3.9e-6),
-    ("triton", "forward"): Rate(0.81, 0.96, 2.9e-6),
-    ("triton", "keys"): Rate(0.60, 4.0, 1.7e-6),
-    ("triton", "rows"): Rate(0.60, 4.0, 1.7e-6),
-    ("triton", "dense"): Rate(0.40, 0.60, 1.7e-6),
-}
-BANDWIDTH, CACHE = 0.85, 2.5
-"""Of the device memory's bandwidth: sustained, and what the L2 cache delivers beside it."""
-LAUNCH = 3e-6
-"""Seconds from one kernel's end to the next one's work."""
-
-
-@dataclass(frozen=True)
 class Cost:
     """Predicted time of one kernel, in seconds, by resource.
 
-    matrix, special, memory, cache   at the rates that such kernels sustain
-    turns                            prologues and epilogues of the programs that follow each other on a multiprocessor
-    tail                             the last wave's idle multiprocessors, as a factor of at least 1
+    matrix, special, memory, cache   at the rates that such kernels sustain; special is all that is done to a score
+    turns                            prologues and epilogues of the programs that follow each other on a multiprocessor, and of their tiles
+    fixed                            of a launch, from one kernel's end to the next one's work
     """
 
     kernel: str
@@ -137,24 +115,23 @@ class Cost:
     memory: float
     cache: float
     turns: float
-    tail: float
+    fixed: float
 
     @property
     def seconds(self) -> float:
-        return max((self.matrix + self.special + self.turns) * self.tail, self.memory, self.cache) + LAUNCH
+        return max(self.matrix + self.special + self.turns, self.memory, self.cache) + self.fixed
 
     @property
     def binds(self) -> str:
         """What binds: the largest share of the larger side."""
-        if max(self.memory, self.cache) > (self.matrix + self.special + self.turns) * self.tail:
+        if max(self.memory, self.cache) > self.matrix + self.special + self.turns:
             return "device memory" if self.memory >= self.cache else "L2 cache"
         return max((self.matrix, "matrix units"), (self.special, "special functions"), (self.turns, "starting and ending programs"))[1]
 
     def __str__(self) -> str:
         us = lambda s: f"{s * 1e6:.0f}"
-        tail = f", times {self.tail:.2f} for the last wave" if self.tail > 1.02 else ""
         return (f"{self.kernel} {self.seconds * 1e6:.0f} us, bound by {self.binds} (matrix units {us(self.matrix)}, special functions {us(self.special)}, "
-                f"programs {us(self.turns)}{tail}; device memory {us(self.memory)}, L2 cache {us(self.cache)})")
+                f"programs {us(self.turns)}; device memory {us(self.memory)}, L2 cache {us(self.cache)})")
 
 
 def kernels(plan: Plan) -> tuple[tuple[str, Plan], ...]:
@@ -167,17 +144,26 @@ def kernels(plan: Plan) -> tuple[tuple[str, Plan], ...]:
     return ("delta", plan), ("rows", plan.rows), ("keys", plan), *dense
 
 
-def predict(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[Cost, ...]:
-    """Predicted cost of each kernel of a plan, in the order in which they run.
+def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = True) -> tuple[Cost, ...]:
+    """Predicted cost of each kernel of a plan, in the order in which they run. exact: tiles are counted, not estimated.
 
     Tiles that only captured tensors hide count as visible. A call of a fraction of a millisecond: closed forms, no search.
     """
-    return tuple(_cost(kernel, spec, problem, own) for kernel, own in kernels(plan))
+    known, scalar = facts(spec, problem), "float32" in (problem.dtype, problem.v_dtype)
+    return tuple(kernel_cost(own.schedule, kernel, own.tiles, known, own.gpu, scalar, own.resident, own.registers, _counted(spec, problem, own) if exact else None)
+                 for kernel, own in kernels(plan))
 
 
-def seconds(spec: AttentionSpec, problem: Problem, plan: Plan) -> float:
-    """Predicted time of all kernels of a plan."""
-    return sum(c.seconds for c in predict(spec, problem, plan))
+def _counted(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[float, float]:
+    if 0 in (*problem.extents, problem.M, problem.N):
+        return 0.0, 0.0
+    counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
+    return counts.visited, counts.partial + counts.data
+
+
+def seconds(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = True) -> float:
+    """Predicted time of all kernels of a plan. Arguments as `predict`."""
+    return sum(c.seconds for c in predict(spec, problem, plan, exact))
 
 
 def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
@@ -188,57 +174,126 @@ def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
 
 def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes that all kernels of a plan read and write with SRAM as the only cache, as the papers count them."""
-    return round(sum(sum(_evaluated(kernel, spec, problem, own)[2:4]) for kernel, own in kernels(plan)))
+    known = facts(spec, problem)
+    return round(sum(sum(traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own)[0])[2:4]) for kernel, own in kernels(plan)))
 
 
-def _evaluated(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[float, ...]:
-    """The formulas' values: products, exps, bytes once, bytes again, programs. Pieces of a head count in full."""
-    counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
-    visible = counts.visited
-    head, v_head = (sum(c.width for c in chunks(d)) for d in (problem.D, problem.Dv))
-    z = math.prod(problem.extents)
-    own = math.prod(e for axis, e in zip(spec.axes, problem.extents) if axis in spec.k | spec.v)
-    products, exps, once, again, outer = _compiled(kernel)(z, max(z // max(own, 1), 1), problem.M, problem.N, head, v_head, WIDTHS[problem.dtype],
-                                                           plan.BLOCK_M, plan.BLOCK_N, visible)
+@dataclass(frozen=True)
+class Facts:
+    """What the time of a kernel depends on beside its tiles: of a spec and a problem, worked out once.
+
+    z, share    batch indices, and how many of them share keys
+    functions   special functions of a score's own for each element, in exponentials; a division takes two
+    steps       other operations for each element
+    loads       (bytes of an element, is it read at j - i?, elements in all) of each tensor with an element for every query and key
+    rows, keys  loops of a program over keys, and over rows: one, and one for each end at which a mask cuts tiles
+    """
+
+    visible: Expr
+    z: int
+    share: int
+    M: int
+    N: int
+    D: int
+    E: int
+    width: int
+    functions: float
+    steps: float
+    random: bool
+    pieces: bool
+    loads: tuple[tuple[int, bool, int], ...]
+    rows: int
+    keys: int
+    given: tuple[tuple[str, int], ...]
+
+    def tiles(self, m: int, n: int) -> tuple[float, float]:
+        """(visible, partial) tiles over all batch indices; tiles that only data hide count as visible."""
+        full, partial = estimate(self.visible, m, n, self.M, self.N, self.given)
+        return self.z * (full + partial), self.z * partial
+
+
+@functools.lru_cache(maxsize=4096)
+def facts(spec: AttentionSpec, problem: Problem) -> Facts:
+    """Of a spec at a problem's sizes. Pieces of a head count in full."""
+    extents, z = dict(zip(spec.axes, problem.extents)), math.prod(problem.extents)
+    own = math.prod(e for axis, e in extents.items() if axis in spec.k | spec.v)
+    calls = [x.row.cost for x in walk(peel(spec.score)[0]) if isinstance(x, Call) and "j" in x.variables]
+    loads = []
+    for load in spec.loads:
+        if {"i", "j"} <= load.variables:  # a bias or a mask with an element for every query and key (or each j - i), of the axes that it has
+            whole = problem.M + problem.N if is_relative(load) else problem.M * problem.N
+            loads.append((WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind], is_relative(load),
+                          whole * math.prod(extents[a] for a in spec.axes if a in load.variables)))
+    return Facts(spec.visible, z, max(z // max(own, 1), 1), problem.M, problem.N, padded(problem.D), padded(problem.Dv), WIDTHS[problem.dtype],
+                 calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu")), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
+                 tuple(loads), _loops(spec.visible, "j"), _loops(spec.visible, "i"),
+                 (*((axis, e // 2) for axis, e in extents.items()), *zip(spec.sizes, problem.sizes)))
+
+
+def _loops(visible: Expr, over: str) -> int:
+    found = bounds(visible, over)
+    return 1 if found.is_total or not found.has_full else 2 if found.starts_full or over == "i" and found.full_hi == Var("M") else 3
+
+
+def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> tuple[float, float, float, float, float]:
+    """The formulas' values: products, exps, bytes once, bytes again, programs."""
+    products, exps, once, again, outer = _compiled(kernel)(known.z, known.share, known.M, known.N, known.D, known.E, known.width, m, n, visible)
     if products:
-        extents = dict(zip(spec.axes, problem.extents))
-        for load in spec.loads:
-            if {"i", "j"} <= load.variables:  # a bias or a mask with an element for every query and key (or each j - i), of the axes that it has
-                width = WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind]
-                tile, whole = (plan.BLOCK_M + plan.BLOCK_N, problem.M + problem.N) if is_relative(load) else (plan.BLOCK_M * plan.BLOCK_N, problem.M * problem.N)
-                own = min(visible * tile, whole * math.prod(extents[a] for a in spec.axes if a in load.variables))
-                once, again = once + width * own, again + width * (visible * tile - own)
+        for width, relative, whole in known.loads:
+            read = visible * (m + n if relative else m * n)
+            own = min(read, whole)
+            once, again = once + width * own, again + width * (read - own)
     return products, exps, once, max(again, 0), outer
 
 
-def _cost(kernel: str, spec: AttentionSpec, problem: Problem, plan: Plan) -> Cost:
-    gpu = plan.gpu
-    products, exps, once, again, outer = _evaluated(kernel, spec, problem, plan)
-    memory, cache = once / (gpu.bandwidth * BANDWIDTH), (once + again) / (gpu.bandwidth * CACHE)
+def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
+             counts: tuple[float, float] | None = None) -> tuple[Rate, float, float, float]:
+    """(seconds that each term of `Rate` takes at the rates of the data sheet, bytes once, bytes again, seconds of waiting for tiles one by one).
+
+    scalar     float32 products, on the ordinary units
+    resident   programs that a multiprocessor holds at once
+    registers  of a thread, for accumulators, scores and the steps between them
+    counts     visible and partial tiles; estimated unless given
+    """
+    m, n, warps, stages = tiles
+    if not known.z * known.M * known.N:
+        return Rate(), 0.0, 0.0, 0.0
+    visible, partial = known.tiles(m, n) if counts is None else counts
+    products, exps, once, again, outer = traffic(kernel, known, m, n, visible)
     if not products or not outer:
-        return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, 1.0)
-    rate, mean = RATES[plan.schedule, kernel], outer / (gpu.sms * _resident(kernel, problem, plan))
-    matrix = products / (_matrix_rate(problem, gpu) * rate.matrix)
-    special = exps * (1 + _functions(spec)) / (gpu.exp_rate * rate.special)
-    return Cost(kernel, matrix, special, memory, cache, mean * rate.turn, math.ceil(mean) / mean if mean < 4 else 1.0 + 0.5 / mean)
+        return Rate(launch=1.0), once, again, 0.0
+    by_keys, mean = kernel in ("keys", "one_pass"), outer / (gpu.sms * resident)
+    rows, inner = (n, m) if by_keys else (m, n)
+    warpgroups = gpu.is_hopper and not scalar
+    tail = 1.0 if (schedule, kernel) == ("hopper", "forward") else _tail(outer / gpu.sms)  # its programs take tile after tile
+    waves, element = mean * _tail(mean), exps / gpu.exp_rate * tail
+    matrix, each = products / gpu.matrix_rate * tail, visible / (gpu.sms * resident) * _tail(mean)
+    loops = known.keys * known.share if by_keys else known.rows
+    far = once / max(once + again, 1) if mean > 2 else 1.0  # tiles that nobody has read before: of programs that all start at once, all
+    beside = min(resident, math.ceil(outer / gpu.sms))
+    waiting = each * ((NEAR + (FAR - NEAR) * far) / max(1, stages - (schedule == "triton")) + beside * inner * (known.D + known.E) * known.width / STREAM)
+    pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
+    return Rate(
+        matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0, older=matrix * (warpgroups and rows < 64),
+        split=matrix * (warpgroups and rows >= 64 and warps * 16 > rows and schedule == "triton"), pieces=matrix * known.pieces,
+        slim=matrix * (inner < 64), element=element, wide=element * (warps * 16 < rows), broad=element * (inner > 64), solo=element * (resident == 1),
+        function=element * known.functions, step=element * known.steps, random=element * known.random, load=element * len(known.loads),
+        pressure=element * pressure, partial=element * partial / max(visible, 1), tile=each, shallow=each * (stages < (3 if schedule == "triton" else 2)),
+        narrow=each * (inner < 64), nested=each * (by_keys and known.share > 1), shared=matrix * (by_keys and known.share > 1), turn=waves, restart=waves * (loops - 1), launch=1.0), once, again, waiting
 
 
-def _matrix_rate(problem: Problem, gpu: GPU) -> float:
-    """float32 products run on the ordinary units: 128 multiply-adds a clock and multiprocessor."""
-    return gpu.sms * gpu.clock * 256 if "float32" in (problem.dtype, problem.v_dtype) else gpu.matrix_rate
+def _tail(mean: float) -> float:
+    """The last wave's idle multiprocessors, as a factor: turns are whole; of many, half a turn is lost."""
+    return math.ceil(mean) / mean if mean < 8 else 1.0 + 0.5 / mean
 
 
-def _functions(spec: AttentionSpec) -> float:
-    """Special functions of a score's own for each element, in exponentials; a division takes two, dropout's Philox about one."""
-    weights = {"mufu": 1.0, "div": 2.0}
-    calls = [x for x in walk(peel(spec.score)[0]) if isinstance(x, Call) and "j" in x.variables]
-    return sum(weights.get(x.row.cost, 0.05) for x in calls) + (1.0 if spec.dropout else 0.0)
-
-
-def _resident(kernel: str, problem: Problem, plan: Plan) -> int:
-    """Programs of a kernel that a multiprocessor holds at once, by shared memory and registers."""
-    if plan.schedule == "hopper":
-        return 1
-    threads = 32 * plan.num_warps
-    registers = min(255.0, registers_per_thread(kernel, (plan.BLOCK_M, plan.BLOCK_N, plan.num_warps, plan.num_stages), problem) + 40)
-    return max(1, min(plan.gpu.shared_per_sm // max(plan.shared, 1024), int(plan.gpu.registers // (registers * threads)), 2048 // threads))
+def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
+                counts: tuple[float, float] | None = None) -> Cost:
+    """Predicted cost of one kernel. Arguments as `features`."""
+    found, once, again, waiting = features(schedule, kernel, tiles, known, gpu, scalar, resident, registers, counts)
+    memory, cache = max(once / (gpu.bandwidth * BANDWIDTH), waiting), (once + again) / (gpu.bandwidth * CACHE)
+    rate = RATES.get((schedule, kernel))
+    if rate is None or not known.z * known.M * known.N:
+        return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, LAUNCH)
+    of = lambda names: sum(getattr(found, name) * getattr(rate, name) for name in names)
+    return Cost(kernel, of(MATRIX), of(SPECIAL), memory, cache, of(TURNS), rate.launch)

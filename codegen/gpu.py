@@ -22,6 +22,8 @@ class GPU:
     matrix_rate       float operations per second
     clock             highest clock of a multiprocessor, Hz
     source            where the numbers come from
+    vendor            "NVIDIA" or "AMD", whose compute units, local data share and gfx versions stand for the names above
+    measured          was the cost model calibrated on this card? Its shares of the peak are taken for all others
     """
 
     name: str
@@ -34,24 +36,32 @@ class GPU:
     matrix_rate: float
     clock: float
     source: str
+    vendor: str = "NVIDIA"
+    measured: bool = False
 
     def __post_init__(self):
         assert 0 < self.shared_per_block <= self.shared_per_sm <= 256 * KIB, self.name
         assert self.shared_per_block % KIB == 0 and self.shared_per_sm % KIB == 0, self.name
-        assert self.registers % 1024 == 0 and 1 <= self.sms <= 256, self.name
+        assert self.registers % 1024 == 0 and 1 <= self.sms <= 320, self.name
         assert 1e11 < self.bandwidth < 1e14 and 1e13 < self.matrix_rate < 1e16, self.name
         assert 20 < self.matrix_rate / self.bandwidth < 700, f"{self.name}: operations per byte out of any card's range"
         assert 1e9 < self.clock < 3.5e9, self.name
-        assert self.source, self.name
+        assert self.source and self.vendor in ("NVIDIA", "AMD"), self.name
 
     @property
     def exp_rate(self) -> float:
-        """exp2 per second: 16 special-function results a clock and multiprocessor (CUDA C++ Programming Guide, arithmetic instructions)."""
+        """exp2 per second: 16 special-function results a clock and multiprocessor (CUDA C++ Programming Guide, arithmetic instructions;
+        on CDNA 3 a quarter of 64 lanes)."""
         return 16.0 * self.sms * self.clock
 
     @property
     def arch(self) -> str:
-        return f"sm_{self.capability[0]}{self.capability[1]}"
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.vendor == "NVIDIA" else f"gfx{self.capability[0]}{self.capability[1]}2"
+
+    @property
+    def is_hopper(self) -> bool:
+        """Has it the warpgroup matrix instructions and the tensor memory accelerator of compute capability 9.0?"""
+        return self.vendor == "NVIDIA" and self.capability == (9, 0)
 
 
 _GUIDE = "CUDA C++ Programming Guide, table of technical specifications per compute capability (shared memory, registers)"
@@ -75,10 +85,11 @@ GPUS: tuple[GPU, ...] = (
     _row("RTX 4090", (8, 9), 128, 99, 100, 1008, 165, 2.52, "NVIDIA Ada whitepaper, float32 accumulation"),
     _row("H100", (9, 0), 132, 227, 228, 3350, 989, 1.98, "NVIDIA H100 datasheet (SXM), without sparsity"),
     _row("H100 PCIe", (9, 0), 114, 227, 228, 2000, 756, 1.755, "NVIDIA H100 datasheet (PCIe), without sparsity"),
-    _row("H200", (9, 0), 132, 227, 228, 4800, 989, 1.98, "NVIDIA H200 datasheet, without sparsity"),
+    replace(_row("H200", (9, 0), 132, 227, 228, 4800, 989, 1.98, "NVIDIA H200 datasheet, without sparsity"), measured=True),
     _row("GH200", (9, 0), 132, 227, 228, 4000, 990, 1.98, "NVIDIA GH200 datasheet (96 GB HBM3), without sparsity"),
     _row("B200", (10, 0), 148, 227, 228, 8000, 2250, 1.965, "NVIDIA DGX B200 datasheet, without sparsity"),
     _row("RTX 5090", (12, 0), 170, 99, 100, 1792, 209.5, 2.407, "NVIDIA RTX Blackwell whitepaper, float32 accumulation"),
+    GPU("MI300X", (9, 4), 304, 64 * KIB, 64 * KIB, 131072, 5.3e12, 1307e12, 2.1e9, "AMD MI300X datasheet and CDNA 3 white paper; for reports: its kernels have never run", "AMD"),
 )
 
 BY_NAME = {row.name: row for row in GPUS}
@@ -92,7 +103,7 @@ def nearest(name: str, capability: tuple[int, int]) -> tuple[GPU, bool]:
     if named:
         return max(named, key=lambda row: len(row.name)), True
     distance = lambda row: abs((row.capability[0] - capability[0]) * 10 + row.capability[1] - capability[1])
-    return min(GPUS, key=distance), False
+    return min((row for row in GPUS if row.vendor == "NVIDIA"), key=distance), False
 
 
 def current(device: torch.device | str | int | None = None) -> GPU:

@@ -9,6 +9,7 @@ from typing import Mapping, Sequence
 import torch
 
 from ..expr import BOOL, TRUE, Call, Expr, Load, Var, call, conjuncts
+from ..ops import OPS
 from ..reference import evaluate
 from ..spec import AttentionSpec
 from .ranges import bounds
@@ -97,6 +98,39 @@ def tile_bounds(spec: AttentionSpec, BLOCK_M: int, M: int, N: int, sizes: Sequen
     env["i1"] = (env["i0"] + BLOCK_M).clamp(max=M) - 1
     tensors = {name: t.cpu() for name, t in tensors.items()}
     return list(zip(*(evaluate(e, env, tensors, None, torch.float64).expand(shape).flatten().tolist() for e in ends)))
+
+
+SAMPLES = 32
+"""Rows of tiles at most that `estimate` looks at."""
+
+
+@functools.lru_cache(maxsize=4096)
+def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: tuple[tuple[str, int], ...]) -> tuple[float, float]:
+    """(full, partial) tiles of one batch index: `classify` by a sample of the rows of tiles, fast enough for choosing.
+
+    given: values of what the mask reads by name beside M and N: sizes, and an index of each axis.
+    """
+    ends, names = _ends(visible), {**dict(given), "M": M, "N": N}
+    rows = -(-M // BLOCK_M)
+    count = min(rows, SAMPLES)
+    full = partial = 0
+    for s in range(count):
+        i0 = (2 * s + 1) * rows // (2 * count) * BLOCK_M
+        lo, hi, full_lo, full_hi = ends({**names, "i0": i0, "i1": min(i0 + BLOCK_M, M) - 1})
+        start, full_start, full_stop, stop = cut(int(lo), int(hi), int(full_lo), int(full_hi), BLOCK_N)
+        inside = -(-(full_stop - full_start) // BLOCK_N)
+        full, partial = full + inside, partial - (start - full_start) // BLOCK_N - (full_stop - stop) // BLOCK_N
+    return full * rows / count, partial * rows / count
+
+
+@functools.lru_cache(maxsize=1024)
+def _ends(visible: Expr):
+    """The four bounds as one Python function of the values of their names."""
+    found = bounds(_optimistic(visible, {load.name for load in visible.loads}), "j")
+    text = f"({found.lo}, {found.hi}, {found.full_lo}, {found.full_hi})"
+    functions = {name: row.evaluate for name, row in OPS.items() if row.evaluate is not None} | {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
+    code = compile(text.replace("~", "1 - "), "<bounds>", "eval")
+    return lambda names: eval(code, functions, names)
 
 
 def _optimistic(visible: Expr, missing: set[str]) -> Expr:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ..region import Problem
 from ..spec import AttentionSpec
 from .cost import ELEMENT, moved
-from .plan import WIDTHS, Plan
+from .limits import WIDTHS
+from .plan import Plan
 
 FORWARD_PASSES = 4
 """Algorithm 0: write S, read S, write P, read P."""

@@ -1,6 +1,7 @@
 """What the warp-specialised Hopper schedules share: what they take, TMA descriptors, shared memory, barriers, the order of tiles."""
 from __future__ import annotations
 
+import functools
 from typing import Sequence
 
 from ...compat import interpreting
@@ -213,23 +214,14 @@ def padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def ladder(kernel: str, spec: AttentionSpec, problem: Problem, listed: bool) -> list[tuple[int, int, int, int]]:
-    """(BLOCK_M, BLOCK_N, warps, stages) to try, best first, as measured on an H200. listed: tiles of rows are blocks of the mask's summary."""
-    small = max(padded(problem.D), padded(problem.Dv)) <= 64
-    if kernel == "keys":
-        return [(64, 128, 12, 2)] if small else [(64, 128, 8, 2), (64, 128, 8, 1)]
-    wide = [(128, n, 8, stages) for n in (128, 64, 32) for stages in (2, 3)]
-    if small and is_simple(spec) and not listed and problem.N >= (8192 if spec.is_masked else 2048):  # 192 rows waste more at the mask's edge
-        return [(192, 128, 12, 3), *wide]
-    return [(128, 64, 8, 3), *wide] if is_heavy(spec) else wide
-
-
+@functools.lru_cache(maxsize=1024)
 def is_simple(spec: AttentionSpec) -> bool:
     """Is the score q . k times a constant, without dropout, under a mask of comparisons? Then three warpgroups have registers enough."""
     divides = any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
     return peel(spec.score)[0] == QK and not spec.dropout and not spec.visible.loads and not divides
 
 
+@functools.lru_cache(maxsize=1024)
 def is_heavy(spec: AttentionSpec) -> bool:
     """Does a score need registers of its own: dropout's random words, functions, a mask that loads by row, addresses of loads across rows?"""
     raw = peel(spec.score)[0]
@@ -239,18 +231,14 @@ def is_heavy(spec: AttentionSpec) -> bool:
     return functions or by_row or across or spec.dropout > 0
 
 
-def preferred_elsewhere(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False, tiled: Sequence[str] = ()) -> str | None:
-    """Why the portable schedule is preferred, or None. deterministic, tiled: as `refusal` and `shared_bytes`."""
+def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:
+    """Why the cost model cannot tell how fast this schedule is, so that the portable one runs, or None. deterministic: as `refusal`."""
     if direction == "backward" and deterministic and bounds(spec.visible, "i").lo == Const(0) and problem.N < 8192:  # 3.5 against 3.2 ms at 4096
         return "where every tile of keys begins at the first row, they wait for each other too long"
     if problem.M <= ROWS:
         return f"{problem.M} query rows leave its second warpgroup idle"
     if problem.D != problem.Dv and direction == "backward":  # forward at 192 and 128, N = 4096: 643 against 441 TFLOP/s
         return f"head sizes {problem.D} and {problem.Dv} were not measured in it yet"
-    relative = any(map(is_relative, spec.score.loads))  # its elements come while the products run: 2.1 against 3.0 ms
-    steps = not relative and (is_heavy(spec) or peel(spec.score)[0] != QK and not tiled)  # a bias by TMA: 1.74 against 1.98 ms at N = 4096
-    if direction == "forward" and steps and max(problem.D, problem.Dv) <= 64:  # softcap 218 against 198 TFLOP/s, ALiBi 342 / 325
-        return "at head sizes up to 64 many small programs hide the latency of a score's own steps better"
     return None
 
 
@@ -264,7 +252,7 @@ def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: b
 
 def register_limit(kernel: str, m: int) -> int:
     """Of the registers that a partition gets, without addresses, row vectors and counters."""
-    return 208 if kernel == "keys" or m == 2 * ROWS else 136
+    return 208 if kernel == "keys" else 190 if m == 2 * ROWS else 136
 
 
 def _forward_bytes(problem: Problem, m: int, n: int, stages: int) -> int:

@@ -23,6 +23,7 @@ def row_text(row: GPU) -> str:
         "registers": f"{row.registers // 1024}k a multiprocessor", "clock": f"{row.clock / 1e9:.3g} GHz",
         "device memory": f"{row.bandwidth / 1e9:.0f} GB/s", "matrix products": f"{row.matrix_rate / 1e12:.0f} TFLOP/s (16 bit, float32 sums)",
         "exponentials": f"{row.exp_rate / 1e12:.2f} T/s", "source": row.source,
+        "cost model": "calibrated on this card" if row.measured else "not measured on this card: takes the H200's shares of the peak",
     }
     return "\n".join(f"{name:<20}{value}" for name, value in shown.items())
 

@@ -134,3 +134,19 @@ def tiles(
     title = device_line(where)
     print(title, flush=True)
     sweep(grid(quick), current(where), where, Table(path, title), processes or os.cpu_count() or 1, 60 * minutes, lambda text: print(text, flush=True))
+
+
+@app.command()
+def fit(
+    path: Annotated[str, typer.Argument(help="a table that bench tiles wrote")],
+    gpu: Annotated[str, typer.Option(help="the GPU it was measured on, a row of python -m flashfx gpu")] = "H200",
+) -> None:
+    """The cost model's rates from one half of a table of bench tiles, as Python for flashfx/codegen/rates.py.
+
+    Examples:
+
+      python -m flashfx bench fit tests/data/h200_tiles.json
+    """
+    from ..codegen.gpu import BY_NAME
+    from .fit import text
+    print(text(path, BY_NAME[_chosen(gpu, BY_NAME, "GPU")[0]]))

@@ -297,7 +297,7 @@ def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Tabl
             for future in done:
                 job, reports, took, error = future.result()
                 done_jobs += 1
-                table.builds += [[str(job.workload), job.schedule, gpu.arch, ROLES[job.schedule].get(r.kernel, r.kernel), *_tiles(job, r.kernel), r.shared, r.registers, r.spilled] for r in reports]
+                table.builds += [[str(job.workload), job.schedule, gpu.arch, role(job, r.kernel), *_tiles(job, r.kernel), r.shared, r.registers, r.spilled] for r in reports]
                 if error or any(r.spilled > SPILLED for r in reports):
                     if error != "refused":
                         table.failed.append(f"{job}: {error or 'spills ' + str(max(r.spilled for r in reports))}")
@@ -327,6 +327,11 @@ SPILLED = 64
 """Bytes; a kernel that spills more is not measured."""
 
 
+def role(job: Job, kernel: str) -> str:
+    """The cost model's name of a generated kernel."""
+    return ROLES[job.schedule].get(kernel, "forward" if job.direction == "forward" else "dense")
+
+
 def _tiles(job: Job, kernel: str) -> list:
-    role = ROLES[job.schedule].get(kernel, "forward" if job.direction == "forward" else "dense")
-    return list(dict(job.tiles).get({"one_pass": "keys"}.get(role, role), ()))[:4] or [0, 0, 0, 0]
+    own = role(job, kernel)
+    return list(dict(job.tiles).get({"one_pass": "keys"}.get(own, own), ()))[:4] or [0, 0, 0, 0]

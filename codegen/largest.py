@@ -1,0 +1,76 @@
+"""The largest tiles that compile without spilling registers where no register model predicts that: found by compiling (tests/kernels/test_compile.py).
+
+Matrix units other than Hopper's take their operands from registers, and what the assembler makes of that jumps with head sizes, masks and tiles: of
+1000 builds for sm_80, sm_89, sm_100 and sm_120 no linear model tells those that spill apart.
+"""
+from __future__ import annotations
+
+from ..expr import Var
+from ..region import Problem
+from ..spec import AttentionSpec
+from .gpu import GPU
+from .limits import grouped, has_relative, is_heavy, padded, units
+from .parts import chunks
+
+LARGEST = {
+    # (matrix units, kernel, head size up to) -> (BLOCK_M, BLOCK_N, num_warps, num_stages) for simple scores, and for heavy ones
+    ("tcgen05", "forward", 64): ((64, 64, 4, 3), (64, 64, 8, 2)),
+    ("tcgen05", "forward", 128): ((64, 64, 4, 3), (64, 64, 8, 2)),
+    ("tcgen05", "forward", 256): ((128, 32, 8, 3), (64, 32, 8, 2)),
+    ("tcgen05", "keys", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("tcgen05", "keys", 128): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("tcgen05", "keys", 256): ((64, 32, 8, 2), (64, 32, 8, 2)),
+    ("tcgen05", "rows", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("tcgen05", "rows", 128): ((64, 64, 8, 2), (64, 64, 8, 2)),
+    ("tcgen05", "rows", 256): ((64, 32, 8, 2), (64, 32, 8, 2)),
+    ("mma", "forward", 64): ((64, 64, 4, 3), (64, 64, 4, 3)),
+    ("mma", "forward", 128): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("mma", "forward", 256): ((64, 32, 8, 2), (32, 32, 4, 2)),
+    ("mma", "keys", 64): ((64, 64, 8, 2), (32, 64, 4, 1)),
+    ("mma", "keys", 128): ((64, 64, 8, 2), (32, 64, 8, 1)),
+    ("mma", "keys", 256): ((32, 32, 8, 2), (32, 32, 8, 2)),
+    ("mma", "rows", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
+    ("mma", "rows", 128): ((64, 64, 8, 2), (64, 32, 8, 2)),
+    ("mma", "rows", 256): ((32, 32, 8, 2), (32, 32, 8, 2)),
+    ("fma", "forward", 64): ((64, 32, 8, 1), (64, 32, 8, 1)),
+    ("fma", "forward", 128): ((64, 32, 8, 1), (64, 32, 8, 1)),
+    ("fma", "forward", 256): ((32, 32, 8, 1), (32, 32, 8, 1)),
+    ("fma", "keys", 64): ((16, 32, 4, 1), (16, 16, 4, 1)),
+    ("fma", "keys", 128): ((16, 32, 4, 1), (16, 16, 4, 1)),
+    ("fma", "keys", 256): ((16, 16, 4, 1), (16, 16, 4, 1)),
+    ("fma", "rows", 64): ((32, 16, 4, 1), (32, 16, 4, 1)),
+    ("fma", "rows", 128): ((32, 16, 4, 1), (32, 16, 4, 1)),
+    ("fma", "rows", 256): ((32, 16, 4, 1), (32, 16, 4, 1)),
+}
+
+
+def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) of a kernel whose products run on other units than Hopper's; of "dense" on all."""
+    head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
+    step = 64 if head <= 64 else 128 if head <= 128 else 256
+    several = len(chunks(max(problem.D, problem.Dv))) > 1
+    if kernel == "dense":
+        return _dense(spec, found, head, several)
+    tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
+    heavy = is_heavy(spec, kernel) or found == "mma" and kernel != "forward" and tiled
+    tiles = LARGEST[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several or gpu.capability[0] == 12)]
+    if several and found == "mma":  # an accumulator for each piece of the head: registers run out earlier
+        tiles = {("keys", True): (16, 64, 8, 1), ("rows", True): (64, 32, 8, 2), ("forward", True): (64, 32, 8, 2),
+                 ("forward", False): (32, 32, 4, 2)}.get((kernel, head <= 128), tiles)
+    elif several and found == "tcgen05" and kernel == "keys" and heavy and head <= 128:
+        tiles = (32, 64, 4 if head <= 80 else 8, 2)
+    if kernel == "rows" and found == "mma" and heavy and spec.is_data_masked:
+        tiles = (min(tiles[0], 64), min(tiles[1], 32), *tiles[2:])
+    if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
+        masked = max(problem.D, problem.Dv) % 16 > 0  # the last piece has columns to hide
+        tiles = {("mma", 128): (32, 32, 8, 1) if masked else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), tiles)
+    return tiles
+
+
+def _dense(spec: AttentionSpec, found: str, head: int, several: bool) -> tuple[int, int, int, int]:
+    by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
+    wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
+    tiles = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
+    if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
+        return (min(tiles[:2]), min(tiles[:2]), tiles[2] if found == "fma" else 8, 1)
+    return tiles

@@ -1,0 +1,138 @@
+"""What a kernel of the portable schedule needs: shared memory and registers, by tiles, and which specs need more than others."""
+from __future__ import annotations
+
+import functools
+
+from ..expr import QK, Call, Load, Var, walk
+from ..region import Problem
+from ..spec import AttentionSpec
+from .captured import is_relative
+from .gpu import GPU
+from .factors import peel
+from .parts import chunks
+from .ranges import bounds
+
+WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@functools.cache
+def padded(size: int) -> int:
+    """A head size as the sum of its pieces."""
+    return sum(c.width for c in chunks(size))
+
+
+def grouped(spec: AttentionSpec) -> bool:
+    """Do several queries' batch indices share keys and values?"""
+    return not set(spec.axes) <= spec.k | spec.v
+
+
+@functools.lru_cache(maxsize=1024)
+def has_steps(spec: AttentionSpec) -> bool:
+    """Does the score need registers beside q . k: functions, a mask with two edges?"""
+    if any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(peel(spec.score)[0])):
+        return True
+    found = bounds(spec.visible, "j")
+    return found.has_full and not found.starts_full
+
+
+def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
+    """Does a kernel need many registers beside q . k: its steps, N x N loads, or (over rows) a mask and a loop over the queries that share keys?"""
+    if has_steps(spec) or spec.dropout or any({"i", "j"} <= load.variables for load in spec.score.loads) or kernel == "keys" and spec.is_masked and grouped(spec):
+        return True
+    found = bounds(spec.visible, "i")
+    return kernel == "keys" and found.has_full and found.full_hi != Var("M")
+
+
+def has_relative(spec: AttentionSpec) -> bool:
+    """Does the score read a tensor at j - i?"""
+    return any(is_relative(load) for load in spec.score.loads)
+
+
+def units(problem: Problem, gpu: GPU) -> str:
+    """Which units multiply: "fma" (float32, exact), "wgmma" (Hopper), "tcgen05" (Blackwell's data centre cards), "mma" (all others)."""
+    if "float32" in (problem.dtype, problem.v_dtype):
+        return "fma"
+    return {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}.get(gpu.capability[0], "mma") if gpu.vendor == "NVIDIA" else "mma"
+
+
+def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, gpu: GPU) -> int:
+    """Shared memory that Triton's compiler takes for a kernel: its figure where the score is q . k alone in 16 bits (`is_exact`), else an upper bound."""
+    m, n, warps, stages = tiles
+    d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
+    width, found = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype]), units(problem, gpu)
+    loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
+    across = [load for load in spec.loads if {"i", "j"} <= load.variables]
+    tiled_loads = sum(_staged(load, kernel, tiles, problem) if found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
+    exchanged = width == 4 or spec.dropout > 0 and (found != "wgmma" or tiles[kernel == "keys"] < 64)  # among threads
+    more = tiled_loads + (4 * m * n + 4096) * exchanged
+    if kernel == "dense":
+        return m * (d + dv) + n * (d + dv) + tiled_loads + 4 * m * n + m * n * width + 6144
+    inner, outer = (m, n) if kernel == "keys" else (n, m)
+    held = outer * (d + dv) if kernel != "forward" else outer * (d if problem.D == problem.Dv else max(d, 2 * dv))
+    total = loaded * inner * (d + dv) + held + more
+    if kernel == "keys":  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
+        total += 4 * m * (max(1, stages - 1) + (warps * 32 == m and (found == "wgmma" or stages > 2)))
+    if found == "mma" and gpu.capability < (8, 0):  # no copies past the registers: both operands of every product pass through shared memory
+        total += (inner + outer) * max(d, dv) + 2 * m * n
+    elif found == "mma" and stages == 1:  # so they do where nothing is copied ahead
+        total += inner * max(d, dv)
+    elif found == "mma" and gpu.vendor == "NVIDIA" and is_exact(spec, problem):
+        narrowest = min(c.width for size in (problem.D, problem.Dv) for c in chunks(size))
+        return total + 2 * m * n * (outer < narrowest)  # weights become an operand through shared memory, unless that lies where q came through
+    elif found == "wgmma" and outer >= 64:
+        barriers = -(-8 * stages // 16) * 16 + 8 * stages
+        alone = not spec.dropout and not spec.loads
+        return total + (barriers if alone and not spec.is_masked else 1024 if alone else 2048)  # several loops' buffers are aligned
+    staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability[0] in (10, 11) else 0  # tensor memory is filled through it
+    return total + m * n * width * (2 if kernel != "forward" else 1) + (m * dv if kernel == "forward" and problem.D == problem.Dv else 0) + staged + 2048
+
+
+def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: Problem) -> int:
+    """Of a tensor with an element for every query and key: tiles in flight, or what exchanges them among threads."""
+    m, n, warps, stages = tiles
+    if load.kind != "float" or load.index[-1] != Var("j"):
+        return WIDTHS["float32"] * m * n * stages
+    return 512 * warps if kernel == "keys" else WIDTHS[problem.dtype] * m * n * max(1, stages - 1)
+
+
+def is_exact(spec: AttentionSpec, problem: Problem) -> bool:
+    """Does `shared_bytes` know what the compiler takes?"""
+    return peel(spec.score)[0] == QK and not spec.dropout and not spec.visible.loads and "float32" not in (problem.dtype, problem.v_dtype) \
+        and problem.D % 16 == problem.Dv % 16 == 0
+
+
+REGISTERS = {
+    # kernel -> (fixed, of accumulators, of a tile of scores, of its further steps, of a tensor with an element for each, of dropout for each, of a
+    # mask, of queries that share keys, of eight warps, of the inner operands, of several pieces). Least squares over 880 builds for sm_90, rms 11.
+    "forward": (2, 1.03, 1.79, 0.36, 0.52, 0.63, 21, 0, 9, 0.11, 0),
+    "rows": (0, 1.51, 2.12, 0.71, 0.48, 1.29, 7, 0, 4, 0.0, 0),
+    "keys": (16, 1.12, 2.36, 1.13, 0.07, 1.81, 1, 37, 3, 0.0, 7),
+    "dense": (115, 1.03, 1.03, 0.0, 1.03, 0.63, 0, 0, 0, 0.05, 0),
+}
+LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
+"""Predictions from which on some kernel for sm_90 spilled."""
+
+
+def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec) -> float:
+    """Predicted registers of a thread, as if there were no limit of 255."""
+    m, n, warps, _ = tiles
+    d, dv, threads = padded(problem.D), padded(problem.Dv), 32 * warps
+    fixed, accumulators, scores, steps, loads, random, masked, shared, wide, operands, pieces = REGISTERS[kernel]
+    held = {"forward": m * dv, "keys": n * (d + dv), "rows": m * d, "dense": m * n}[kernel]
+    inner, rows = (m, n) if kernel == "keys" else (n, m)
+    across = [load for load in spec.loads if {"i", "j"} <= load.variables]
+    addresses = any(load.index[-1] != Var("j") for load in across)  # of each element
+    each = scores + steps * has_steps(spec) + loads * bool(across) + 4 * addresses + random * (spec.dropout > 0)
+    found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
+             + shared * (spec.is_masked and grouped(spec)) + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
+    if kernel == "dense" or rows >= 16 * warps and rows >= 64:
+        return found
+    if rows >= 64:  # warps that divide the columns: what belongs to a row is there several times
+        return 1.45 * found + 5
+    return found + 80 + 2 * (m * n / threads - 8)  # operands of the older instruction lie in registers
+
+
+def resident(gpu: GPU, warps: int, shared: int, registers: float) -> int:
+    """Programs that a multiprocessor holds at once, by shared memory (of which the driver takes 1 KiB a program), registers and threads."""
+    own = 32 * warps * (min(int(registers) + 8, 255) // 8 * 8)
+    return max(1, min(gpu.shared_per_sm // (shared + 1024), gpu.registers // own, 2048 // (32 * warps)))
