@@ -67,17 +67,18 @@ def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gp
     """Every candidate, fastest first by the cost model at the problem's rounded sizes; those that do not fit last. The same on every machine."""
     problem = rounded(problem)
     known, scalar = cost.facts(spec, problem), units(problem, gpu) == "fma"
-    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar) for tiles in generated(schedule, kernel, spec, problem, gpu, listed)]
+    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, listed=listed) for tiles in generated(schedule, kernel, spec, problem, gpu, listed)]
     if schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
         least = min((c for c in found if c.shared <= gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
         found = [_weighed(schedule, kernel, c.tiles, spec, problem, gpu, tiled, known, scalar, float("inf")) if c is least else c for c in found]
     return tuple(sorted(found, key=lambda c: (bool(c.unfit), c.seconds, c.tiles)))
 
 
-def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None = None) -> Candidate:
+def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None = None, listed: bool = False) -> Candidate:
     m, n, warps, stages = tiles
     if schedule == "hopper":
-        shared, registers = hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled), hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec))
+        shared = hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
+        registers = hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec))
         limit, programs, name = hopper.register_limit(kernel, m), 1, "one_pass" if kernel == "keys" else kernel
     else:
         shared, registers = shared_bytes(kernel, tiles, problem, spec, gpu), registers_per_thread(kernel, tiles, problem, spec)

@@ -179,7 +179,7 @@ def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, 
     """The Hopper schedule's tiles, or None if none fit."""
     if kernel in OVERRIDE:
         m, n, _, stages = OVERRIDE[kernel]
-        chosen, reason = Candidate(OVERRIDE[kernel], hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled), 0.0), "tiles given by the caller"
+        chosen, reason = Candidate(OVERRIDE[kernel], hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed), 0.0), "tiles given by the caller"
     else:
         offers = ranked("hopper", kernel, spec, rounded(problem), gpu, listed, tiled)
         chosen, reason = offers[0], _reason(offers, gpu, True)
@@ -212,7 +212,7 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
         why = "no tile fits its registers and shared memory" if found is None else "the portable schedule is predicted faster"
         if found is not None and direction == "backward":
             stored = hopper_captured.storable(spec, problem, tiled, all_needs(spec) if needs is None else needs)
-            found = replace(found, stored=stored, ordered=deterministic())
+            found = replace(found, stored=stored, ordered=deterministic(), shared=found.shared + 256 * deterministic())  # whose turn it is
         if found is not None and OVERRIDE.get("schedule") == "hopper":
             return found
     plan = _portable(spec, problem, gpu, direction, use, listed)

@@ -7,8 +7,8 @@ from typing import Sequence
 from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, walk
 from ...region import Problem
-from ...spec import BLOCK, AttentionSpec
-from ..captured import differentiable_loads, is_relative
+from ...spec import BLOCK, AttentionSpec, EmptyRow
+from ..captured import differentiable_loads
 from ..factors import peel
 from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
 from ..program import Program, local
@@ -272,16 +272,32 @@ def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, 
     return 1 + (_forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + 2 * m * padded(problem.D) <= 227 * 1024)
 
 
-def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = ()) -> int:
-    """An upper bound of the shared memory that the compiler takes for a kernel: tiles, barriers, and what partitions are handed."""
+def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False) -> int:
+    """Shared memory that the compiler takes for a kernel, tiles, barriers, and what partitions are handed; where `_handed` does not know that, an upper bound."""
     d, dv = padded(problem.D), padded(problem.Dv)
+    queries = q_tiles(spec, problem, m, n, stages, tiled)
+    handed = None if listed else _handed(kernel, spec, problem, m, stages, queries, tiled)
     if kernel == "forward":
-        more = 2 * m * d * (q_tiles(spec, problem, m, n, stages, tiled) - 1)
-        return _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + more
+        more = 2 * m * d * (queries - 1)
+        return _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + more + (0 if handed is None else handed - 2048)
     copies = stages if max(d, dv) <= 64 else 1  # of dS
-    rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
+    rows = 2 if handed is not None else 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
     captured = _captured_bytes(spec, m, n, tiled)
-    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + stages * (4 * rows * m + captured) + 2048
+    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + stages * (4 * rows * m + captured) + (2048 if handed is None else handed)
+
+
+def _handed(kernel: str, spec: AttentionSpec, problem: Problem, m: int, stages: int, queries: int, tiled: Sequence[str]) -> int | None:
+    """Barriers and what partitions are handed, in bytes as the compiler lays them out, or None: known for batch and heads, queries sharing keys or not, masks
+    over indices, captured tensors that come by TMA or belong to a batch index; not for deterministic gradients, of which each has a few more."""
+    pieces, shared = len(chunks(max(problem.D, problem.Dv))) - 1, len(spec.axes) - len(spec.k)
+    by_row = any(load.variables & {"i", "j"} and load.name not in tiled for load in spec.loads)
+    if by_row or spec.visible.loads or pieces > 1 or problem.D != problem.Dv or len(spec.k) != 2 or shared > 1 or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD):
+        return None
+    more = 32 * sum(load.name in tiled for load in spec.score.loads)
+    if kernel == "keys":
+        return more + (536 if padded(problem.D) <= 64 else 380 + 144 * pieces) + 16 * shared
+    masked, third = spec.is_masked, m > 2 * ROWS
+    return more + 216 + 64 * stages + 112 * pieces + 40 * masked + 4 * third * (1 + masked) * (queries > 1) - (8 + 4 * masked) * (queries == 1) + 16 * (shared and (pieces > 0 or not masked))
 
 
 def options(kernel: str, m: int, n: int, warps: int, stages: int) -> dict[str, int]:

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import torch
+from triton import knobs
+from triton._C.libtriton import ir, nvidia, passes
 
 from flashfx.codegen import render
 from flashfx.codegen.gpu import GPU, GPUS
 from flashfx.codegen.load import load
-from flashfx.codegen.offline import Report, compile_launches
+from flashfx.codegen.offline import Report, compile_launches, standing_in
 from flashfx.codegen.plan import make_plan
 from flashfx.codegen.selfcheck import captured_tensors
 from flashfx.region import Problem
@@ -43,3 +45,52 @@ def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] |
     plans = {"attention_forward": plan, "attention_backward_keys": source.backward, "attention_backward_rows": source.backward.rows,
              "attention_delta": None, "attention_reset": None, "attention_empty_rows": None}
     return [(report, plans.get(report.kernel, source.backward.dense)) for report in compile_launches(module, gpu, run)]
+
+
+class _Allocated(Exception):
+    """Ends a compilation: the bytes of shared memory are known."""
+
+
+def _allocate(backend, stages, options, language, capability):
+    """A hook for Triton's stages: behind the layouts of tensors, allocate shared memory as the compiler does, and stop."""
+    def allocate(module, metadata):
+        manager = ir.pass_manager(module.context)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, 80)
+        manager.run(module, "allocate_shared_memory")
+        raise _Allocated(module.get_int_attr("ttg.shared"))
+    stages["llir"] = allocate
+
+
+def shared_memory(run, module, gpu: GPU) -> dict[str, int]:
+    """Name of a kernel -> bytes of shared memory that the compiler allocates, for what `run` launches: a third of a compilation's time."""
+    found = {}
+
+    class Recorder:
+        def __init__(self, function):
+            self.function = function
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                try:
+                    self.function.warmup(*args, grid=grid, **options)
+                except _Allocated as size:
+                    found[self.function.__name__] = size.args[0]
+            return launch
+
+    before = knobs.runtime.add_stages_inspection_hook
+    knobs.runtime.add_stages_inspection_hook = lambda *a: _allocate(*a) if a else ("allocate", "allocate")
+    kernels = {name: f for name, f in vars(module).items() if name.startswith("attention_")}
+    try:
+        with standing_in(gpu):
+            for name, function in kernels.items():
+                setattr(module, name, Recorder(function))
+            run()
+    finally:
+        knobs.runtime.add_stages_inspection_hook = before
+        for name, function in kernels.items():
+            setattr(module, name, function)
+    return found

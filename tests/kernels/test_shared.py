@@ -1,0 +1,86 @@
+"""Shared memory as predicted is what the compiler allocates: every schedule, tile and head size, on sm_80, sm_89 and sm_90, without a GPU."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flashfx.bench.sweep import Job, Operands, Workload, role, shape
+from flashfx.codegen import limits
+from flashfx.codegen.candidates import generated
+from flashfx.codegen.schedules import hopper
+from flashfx.compat import interpreting
+
+pytest.importorskip("triton.backends.nvidia.compiler")
+if interpreting():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import torch  # noqa: E402
+
+from .compiled import BY_ARCH, shared_memory  # noqa: E402
+
+HEADS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
+EVERY = [(m, n, warps, stages) for m, n in itertools.product((16, 32, 64, 128), repeat=2) for warps in (4, 8) for stages in (2, 3)]
+
+
+def tiles_of(schedule: str, kernel: str, workload: Workload, gpu) -> list:
+    """Tiles of a kernel that fit. On Hopper what the planner looks at, elsewhere, where it looks at few, every tile."""
+    spec, p = workload.spec, workload.problems[0]
+    if schedule == "hopper":
+        tiles = generated("hopper", kernel, spec, p, gpu)
+        return [t for t in tiles if hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) <= gpu.shared_per_block]
+    if gpu.is_hopper:
+        tiles = [t for t in generated("triton", kernel, spec, p, gpu) if t[kernel == "keys"] >= 64]  # fewer rows: an upper bound
+    else:
+        tiles = [t for t in EVERY if not (kernel == "keys" and t[0] == 128 and t[2] == 4 or t[kernel != "keys"] == 16 or t[kernel == "keys"] == 16)]
+    return [t for t in tiles if limits.shared_bytes(kernel, t, p, spec, gpu) <= gpu.shared_per_block
+            and limits.registers_per_thread(kernel, t, p, spec) <= 255]
+
+
+def captured(spec) -> tuple[str, ...]:
+    return tuple(a.name for a in spec.aux if a.name == "bias")
+
+
+def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0) -> None:
+    """Every tile of every kernel, or `some` of them."""
+    gpu, workload = BY_ARCH[arch], Workload(variant, grouped, (shape(512, head, grouped, "bfloat16"),))
+    spec, p = workload.spec, workload.problems[0]
+    for schedule in ("triton", "hopper") if gpu.is_hopper else ("triton",):
+        offers = {kernel: tiles_of(schedule, kernel, workload, gpu) for kernel in (("forward", "keys", "rows") if schedule == "triton" else ("forward", "keys"))}
+        jobs = [Job(workload, "forward", schedule, (("forward", t),), gpu) for t in offers["forward"]]
+        backward = {k: ts for k, ts in offers.items() if k != "forward"}
+        for n in range(max(map(len, backward.values())) if all(backward.values()) else 0):
+            jobs.append(Job(workload, "backward", schedule, tuple((k, ts[n % len(ts)]) for k, ts in backward.items()), gpu))
+        for job in jobs[:: max(1, len(jobs) // some)] if some else jobs:
+            if job.module is None:  # the schedule does not take it
+                continue
+            arguments = Operands(spec, p, torch.device("cpu"))
+            found = shared_memory(lambda: arguments.call(job.module, job.direction), job.module, gpu)
+            for name, size in found.items():
+                kernel = {"one_pass": "keys"}.get(role(job, name), role(job, name))
+                if kernel not in dict(job.tiles) or name in ("attention_reset", "attention_delta"):
+                    continue
+                t = dict(job.tiles)[kernel]
+                slack = 0
+                if schedule == "triton" and gpu.is_hopper:  # where buffers of several loops begin, and what exchanges a bias among threads
+                    slack = 1024 * spec.is_masked + 2560 * bool(spec.loads)
+                elif schedule == "hopper" and kernel == "keys" and not spec.is_masked:  # Triton 3.7 hands one number fewer than 3.6
+                    slack = 16
+                predicted = hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) if schedule == "hopper" else \
+                    limits.shared_bytes(kernel, t, p, spec, gpu)
+                assert predicted - slack <= size <= predicted, (str(job), kernel, size, predicted)
+
+
+@pytest.mark.parametrize("arch, variant, grouped, head", [
+    ("sm_80", "causal", False, 64), ("sm_80", "full", True, 128), ("sm_89", "causal", True, 80), ("sm_90", "full", False, 64), ("sm_90", "causal", False, 128),
+    ("sm_90", "full", True, 96), ("sm_90", "bias", False, 64)])
+def test_shared_memory_is_the_compilers(arch, variant, grouped, head):
+    check(arch, variant, grouped, head, some=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("variant, grouped", [("full", False), ("causal", False), ("full", True), ("causal", True), ("window", False)])
+@pytest.mark.parametrize("head", HEADS)
+def test_shared_memory_everywhere(arch, variant, grouped, head):
+    check(arch, variant, grouped, head)
