@@ -272,14 +272,16 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     far = once / max(once + again, 1) if mean > 2 else 1.0  # tiles that nobody has read before: of programs that all start at once, all
     beside = min(resident, math.ceil(outer / gpu.sms))
     waiting = each * ((NEAR + (FAR - NEAR) * far) / max(1, stages - (schedule == "triton")) + beside * inner * (known.D + known.E) * known.width / STREAM)
+    loads = sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads what belongs to j - i while products run
     pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
     return Rate(
         matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0, older=matrix * (warpgroups and rows < 64),
         split=matrix * (warpgroups and rows >= 64 and warps * 16 > rows and schedule == "triton"), pieces=matrix * known.pieces,
         slim=matrix * (inner < 64), element=element, wide=element * (warps * 16 < rows), broad=element * (inner > 64), solo=element * (resident == 1),
-        function=element * known.functions, step=element * known.steps, random=element * known.random, load=element * len(known.loads),
+        function=element * known.functions, step=element * known.steps, random=element * known.random, load=element * loads,
         pressure=element * pressure, partial=element * partial / max(visible, 1), tile=each, shallow=each * (stages < (3 if schedule == "triton" else 2)),
-        narrow=each * (inner < 64), nested=each * (by_keys and known.share > 1), shared=matrix * (by_keys and known.share > 1), turn=waves, restart=waves * (loops - 1), launch=1.0), once, again, waiting
+        narrow=each * (inner < 64), nested=each * (by_keys and known.share > 1), shared=matrix * (by_keys and known.share > 1),
+        turn=waves, restart=waves * (loops - 1), launch=1.0), once, again, waiting
 
 
 def _tail(mean: float) -> float:

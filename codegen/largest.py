@@ -72,5 +72,5 @@ def _dense(spec: AttentionSpec, found: str, head: int, several: bool) -> tuple[i
     wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
     tiles = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
-        return (min(tiles[:2]), min(tiles[:2]), tiles[2] if found == "fma" else 8, 1)
+        return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found == "fma" else 8, 1)))
     return tiles

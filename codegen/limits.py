@@ -66,7 +66,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     exchanged = width == 4 or spec.dropout > 0 and (found != "wgmma" or tiles[kernel == "keys"] < 64)  # among threads
     more = tiled_loads + (4 * m * n + 4096) * exchanged
     if kernel == "dense":
-        return m * (d + dv) + n * (d + dv) + tiled_loads + 4 * m * n + m * n * width + 6144
+        return loaded * (m + n) * (d + dv) + tiled_loads + 4 * m * n + m * n * width + 6144
     inner, outer = (m, n) if kernel == "keys" else (n, m)
     held = outer * (d + dv) if kernel != "forward" else outer * (d if problem.D == problem.Dv else max(d, 2 * dv))
     total = loaded * inner * (d + dv) + held + more
