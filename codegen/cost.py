@@ -218,6 +218,7 @@ def facts(spec: AttentionSpec, problem: Problem) -> Facts:
     extents, z = dict(zip(spec.axes, problem.extents)), math.prod(problem.extents)
     own = math.prod(e for axis, e in extents.items() if axis in spec.k | spec.v)
     calls = [x.row.cost for x in walk(peel(spec.score)[0]) if isinstance(x, Call) and "j" in x.variables]
+    vectors = 2 * sum(len({"i", "j"} & load.variables) == 1 for load in spec.score.loads)  # to read one and to spread it
     loads = []
     for load in spec.loads:
         if {"i", "j"} <= load.variables:  # a bias or a mask with an element for every query and key (or each j - i), of the axes that it has
@@ -225,7 +226,7 @@ def facts(spec: AttentionSpec, problem: Problem) -> Facts:
             loads.append((WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind], is_relative(load),
                           whole * math.prod(extents[a] for a in spec.axes if a in load.variables)))
     return Facts(spec.visible, z, max(z // max(own, 1), 1), problem.M, problem.N, padded(problem.D), padded(problem.Dv), WIDTHS[problem.dtype],
-                 calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu")), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
+                 calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu") + vectors), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
                  tuple(loads), _loops(spec.visible, "j"), _loops(spec.visible, "i"),
                  (*((axis, e // 2) for axis, e in extents.items()), *zip(spec.sizes, problem.sizes)))
 
