@@ -5,7 +5,6 @@ Both sides read the same leaves: the operands of a site, and whatever else eithe
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any, Callable
 
 import torch
@@ -19,7 +18,8 @@ from .values import Value, ValueGraph
 
 
 _PRODUCTS = ("mul", "div", "mm", "bmm", "matmul")
-_SUMS = ("add", "sub", "rsub", "baddbmm", "addmm")
+_HELD = ("add", "sub", "rsub", "baddbmm", "addmm", "where", "masked_fill")
+"""What a mask's constant comes out of as the model's dtype holds it: sums that it swallows, and choices."""
 
 
 class Rerun:
@@ -122,7 +122,7 @@ class Rerun:
         if not self.double:
             return result
         result = _double(result)
-        return _overflowing(result, x.dtype, x.name.partition(".")[0] in _SUMS) if x.dtype.is_floating_point else result
+        return _overflowing(result, x.dtype, x.name.partition(".")[0] in _HELD) if x.dtype.is_floating_point else result
 
     # ------------------------------------------------------------------ the rewritten graph
     def node(self, node: fx.Node, step: int) -> Any:
@@ -167,14 +167,14 @@ class Rerun:
             torch.set_default_dtype(default)
 
 
-def _overflowing(t: torch.Tensor, dtype: torch.dtype, is_sum: bool) -> torch.Tensor:
+def _overflowing(t: torch.Tensor, dtype: torch.dtype, held: bool) -> torch.Tensor:
     """float64 `t` with what the model's dtype makes of huge numbers: two added finfo.min are -inf; finfo.min swallows a score that is added, in float16 too.
 
     Gradients pass as through the unrounded value.
     """
     rounded = t.detach().to(dtype).double()
     off = rounded.isinf() & ~t.detach().isinf()
-    low = (t.detach() <= HIDING_FILL) & t.detach().isfinite() & ~off & is_sum
+    low = (t.detach() <= HIDING_FILL) & t.detach().isfinite() & ~off & held
     if off.any():
         t = torch.where(off, rounded, t)
     return t + torch.where(low, rounded - t.detach(), 0.0) if low.any() else t

@@ -14,10 +14,11 @@ from torch import fx
 from flashfx.reference import log_sum_exp
 from flashfx.region import Checked
 
-from .find import Site
+from .find import Site, carries
 from .lift import Lifted
 from .operands import Operand
 from .rerun import Rerun
+from .rules import PRODUCTS
 from .values import Value, ValueGraph, upstream
 
 LARGEST = 2 ** 25
@@ -57,11 +58,12 @@ def verify(site: Site, lifted: Lifted, vg: ValueGraph, replaced: dict[fx.Node, f
             if double.overflows:  # exp without a shift, say: then what the model yields says nothing about the rewrite
                 continue
             ours = [double.node(n, step) for _, n in pairs]
-            if trial == 2 and lifted.spec.is_masked:  # scores as large as this show through a mask's constant where all keys are hidden
-                empty = _empty_rows(lifted, operands, double, extents)
-                pairs_ = [(a.masked_fill(e, 0.0), b.masked_fill(e, 0.0)) if (e := _fitting(empty, lifted, v, site)) is not None else (a, b)
-                          for a, b, (v, _) in zip(ours, expected, pairs)]
-                ours, expected = [a for a, _ in pairs_], [b for _, b in pairs_]
+            if trial == 2 and lifted.spec.is_masked and (empty := _empty_rows(lifted, operands, double, extents)).any():
+                # scores as large as this show through a mask's constant where all keys are hidden
+                rows = [_fitting(empty, lifted, v, site) for v, _ in pairs]
+                if any(r is None for r in rows):
+                    continue
+                ours, expected = ([t.masked_fill(r, 0.0) for t, r in zip(side, rows)] for side in (ours, expected))
             for n, (a, b) in enumerate(zip(ours, expected)):
                 compare("out" if n == 0 else f"result {n}", "float64", a, b, b, 1e-9 * max(1.0, _largest(b)))
             for name, a, b in _gradients(double, ours, expected, names):
@@ -88,7 +90,8 @@ def _in_model_dtype(site, runs, pairs, step, names, scores: int) -> list[Checked
             moves[f"gradient of {name}"] = _error(beside[name], t) if name in beside else 0.0
     scale = max([_largest(e) for what, *_, e in rows if what.startswith("gradient")], default=0.0)
     for what, a, t, e in rows:
-        steps = max(2.0, math.sqrt(scores / max(e.numel(), 1)))  # rounding of sums over the scores grows as the root of their number
+        # rounding of sums over the scores grows as the root of their number; of a difference of two sites it is that of both
+        steps = max(4.0, math.sqrt(scores / max(e.numel(), 1)))
         band = steps * torch.finfo(site.out.dtype).eps * max(_largest(e), scale if what.startswith("gradient") else 0.0)
         own = _error(t, e)
         if own < math.inf:  # the original overflows: no measure
@@ -97,7 +100,8 @@ def _in_model_dtype(site, runs, pairs, step, names, scores: int) -> list[Checked
 
 
 def sources_of(pairs: list[tuple[Value, fx.Node]], vg: ValueGraph, step: int) -> list[Value]:
-    """The values that both sides start from: those that the emitted nodes read and that the original passes through."""
+    """The values that both sides start from: those that the emitted nodes read and that the original passes through, but for those that are made of others,
+    by views say."""
     read, seen, todo = [], set(), [new for _, new in pairs]
     while todo:
         n = todo.pop()
@@ -108,8 +112,10 @@ def sources_of(pairs: list[tuple[Value, fx.Node]], vg: ValueGraph, step: int) ->
             todo.extend(n.all_input_nodes if n.target is not torch.ops.aten.sym_size.int else ())
         elif (held := vg.held(n, step)) is not None and held not in vg.constants:
             read.append(held)
+    made = lambda v: v.inputs if carries(v) and v.name not in PRODUCTS else []
+    read = [v for v in dict.fromkeys(read) if not any(x in read for x in upstream(v, made) if x is not v)]
     passed = {v for old, _ in pairs for v in upstream(old, lambda v: [] if v in read else v.inputs)}
-    return [v for v in dict.fromkeys(read) if v in passed]
+    return [v for v in read if v in passed]
 
 
 def names_of(sources: list[Value], lifted: Lifted) -> dict[Value, str]:
