@@ -18,6 +18,7 @@ from .. import compat
 from ..codegen import candidates
 from ..codegen.gpu import GPU
 from ..codegen.layout import empty_lse, empty_output
+from ..codegen.limits import shared_bytes
 from ..codegen.load import load
 from ..codegen.plan import make_plan, overridden
 from ..codegen.render import render
@@ -61,6 +62,7 @@ class Workload:
 
     @property
     def spec(self) -> AttentionSpec:
+        """What is measured."""
         return spec_of(self.variant, self.grouped)
 
     def __str__(self) -> str:
@@ -85,7 +87,7 @@ def grid(quick: bool = False) -> list[Workload]:
     chosen = [("causal", 128, long), ("causal", 64, long), ("full", 64, long), ("full", 128, usual), ("bias", 64, usual), ("bias", 128, usual),
               ("dropout", 64, usual), ("dropout", 128, usual), ("window", 64, long), ("window", 128, usual), ("gqa", 128, long), ("gqa", 64, usual),
               ("softcap", 64, usual), ("softcap", 128, usual), ("causal", 256, usual), ("full", 32, usual), ("causal", 80, usual), ("alibi", 64, usual),
-              ("alibi", 128, usual), ("full", 192, usual), ("trained", 64, (512, 2048, 4096)), 
+              ("alibi", 128, usual), ("full", 192, usual), ("trained", 64, (512, 2048, 4096)),
               ("causal", 96, usual), ("trained", 128, (512, 2048, 4096))]
     found = []
     for variant, head, lengths in chosen:
@@ -111,7 +113,8 @@ class Job:
 
     @property
     def needs(self) -> tuple[bool, ...]:
-        return (True, True, True, *VARIANTS[self.workload.variant][4])
+        """Which of (q, k, v, *aux) get gradients."""
+        return job_needs(self.workload)
 
     @functools.cached_property
     def module(self):
@@ -130,30 +133,34 @@ class Job:
 
 
 def name_of(tiles: candidates.Tiles) -> str:
+    """(64, 32, 4, 2) -> "64x32x4x2"."""
     return "x".join(map(str, tiles))
+
+
+def offers(workload: Workload, gpu: GPU, schedule: str, kernel: str) -> list[candidates.Tiles]:
+    """Every tile of a kernel that fits in shared memory, many registers or not."""
+    p, spec = workload.problems[0], workload.spec
+    tiled = tuple(a.name for a in spec.aux if any({"i", "j"} <= load.variables for load in spec.loads if load.name == a.name))
+    needed = lambda t: hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], tiled) if schedule == "hopper" else shared_bytes(kernel, t, p, spec, gpu)
+    return [t for t in candidates.generated(schedule, kernel, spec, p, gpu) if needed(t) <= gpu.shared_per_block]
 
 
 def jobs(workload: Workload, gpu: GPU) -> list[Job]:
     """Every tile that fits, each kernel's in turn; dK/dV and dQ are paired in one module, but measured alone."""
-    p, spec, found = workload.problems[0], workload.spec, []
-    offer = lambda kernel: candidates.portable(kernel, spec, p, gpu)
-    if gpu.capability == (9, 0) and not compat.interpreting():
-        for tiles in candidates.hopper("forward", p):
-            if hopper.shared_bytes("forward", spec, p, tiles[0], tiles[1], tiles[3], ()) <= gpu.shared_per_block and p.M > 1:
-                found.append(Job(workload, "forward", "hopper", (("forward", tiles),), gpu))
-        for tiles in candidates.hopper("keys", p):
-            if hopper.shared_bytes("keys", spec, p, tiles[0], tiles[1], tiles[3], ()) <= gpu.shared_per_block and p.M > 1:
-                found.append(Job(workload, "backward", "hopper", (("keys", tiles),), gpu))
-    found += [Job(workload, "forward", "triton", (("forward", t),), gpu) for t in offer("forward")]
-    if p.M > 1:
-        lists = {kernel: offer(kernel) for kernel in ("keys", "rows", *(("dense",) if True in job_needs(workload)[3:] else ()))}
-        longest = max(map(len, lists.values()))
-        for n in range(longest):
+    found, decodes = [], workload.problems[0].M == 1
+    if gpu.is_hopper and not compat.interpreting() and not decodes:
+        for direction, kernel in (("forward", "forward"), ("backward", "keys")):
+            found += [Job(workload, direction, "hopper", ((kernel, t),), gpu) for t in offers(workload, gpu, "hopper", kernel)]
+    found += [Job(workload, "forward", "triton", (("forward", t),), gpu) for t in offers(workload, gpu, "triton", "forward")]
+    if not decodes:
+        lists = {kernel: offers(workload, gpu, "triton", kernel) for kernel in ("keys", "rows", *(("dense",) if any(job_needs(workload)[3:]) else ()))}
+        for n in range(max(map(len, lists.values()))):
             found.append(Job(workload, "backward", "triton", tuple((k, ts[n % len(ts)]) for k, ts in lists.items()), gpu))
     return found
 
 
 def job_needs(workload: Workload) -> tuple[bool, ...]:
+    """Which of (q, k, v, *aux) get gradients."""
     return (True, True, True, *VARIANTS[workload.variant][4])
 
 
