@@ -26,6 +26,11 @@ SCHEDULES = ("triton", "hopper")
 OVERRIDE: dict[str, tuple[int, int, int, int] | str] = {}
 """Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), and "schedule" -> one of SCHEDULES; set by `overridden`."""
 
+PINNED: dict[tuple[AttentionSpec, str], dict] = {}
+"""(spec, direction) -> what `overridden` takes; set by `tuning.pin`."""
+TUNED: dict[tuple[AttentionSpec, Problem, str], dict] = {}
+"""(spec, rounded problem, direction) -> what `overridden` takes; set by `tuning.tune`."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -202,6 +207,10 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, not {direction!r}")
+    kept = None if OVERRIDE else PINNED.get((spec, direction)) or TUNED and TUNED.get((spec, rounded(problem), direction))
+    if kept:
+        with overridden(**kept):
+            return replace(make_plan(spec, problem, gpu, direction, descriptors, listed, needs, tiled), reason="pinned, or measured by autotune")
     use = has_descriptors(spec, problem, gpu) and descriptors is not False
     listed = pays(spec, problem) if listed is None else listed
     names = {load.name for load in hopper_captured.candidates(spec)}

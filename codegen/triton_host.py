@@ -36,6 +36,10 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
     if device.type == "cpu":
         compat.repair_interpreter()
     card = gpu.current(device)
+    if _tunes(device):
+        from . import tuning
+        tuning.tune(spec, problem, card, device, ("forward", "backward") if any(needs) else ("forward",), descriptors=descriptors, listed=listed, needs=needs,
+                    tiled=tuple(tiled))
     forward = plan.make_plan(spec, problem, card, "forward", descriptors, listed, tiled=tiled)
     backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed, needs, tiled) if any(needs) else None
     key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision,
@@ -45,6 +49,11 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)
         watch_launches(_MODULES[key])
     return _MODULES[key]
+
+
+def _tunes(device: torch.device) -> bool:
+    from . import tuning
+    return tuning.enabled() and not plan.OVERRIDE and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _check(spec: AttentionSpec, aux: Sequence[torch.Tensor]) -> None:
@@ -57,7 +66,7 @@ def _key(spec, sizes, operands) -> tuple:
     """What a call's work depends on beside its tensors' contents and addresses."""
     layout = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in operands]
     precision = plan.matmul_precision() if torch.float32 in (operands[0].dtype, operands[2].dtype) else None
-    return (spec, *layout, operands[0].device, *sizes, precision, plan.deterministic(), *plan.OVERRIDE.items())
+    return (spec, *layout, operands[0].device, *sizes, precision, plan.deterministic(), *plan.OVERRIDE.items(), len(plan.PINNED))
 
 
 class _Call:

@@ -89,6 +89,9 @@ def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patc
     from . import op  # registers flashfx::attention, which cached artifacts call too
     regions: list[Region] = []
     if not options.disable:
+        if options.autotune:
+            from .codegen.tuning import enable
+            enable()
         regions = rewrite_graph(gm, options)
         _record(gm, regions)
     if options.inner == "eager":

@@ -16,17 +16,19 @@ class Options:
     verify   compare every rewritten site with its original in float64 at compile time; a difference raises VerifyError
     disable  leave every site alone: plain `inner`
     dump     folder that receives, per compiled graph, the graph before and after, the report and the kernels as runnable files
+    autotune  measure the best few plans of each site on the GPU, at its first call with new sizes; the fastest is kept on disk. Holds for the process
     """
 
     inner: str = "inductor"
     verify: bool = False
     disable: bool = False
     dump: str | None = None
+    autotune: bool = False
 
     def __post_init__(self):
         if self.inner not in INNER:
             raise OptionError(f"option inner={self.inner!r}: choose one of {', '.join(map(repr, INNER))}")
-        for name in ("verify", "disable"):
+        for name in ("verify", "disable", "autotune"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name}={getattr(self, name)!r}: True or False is expected")
         if self.dump is not None and not isinstance(self.dump, str):

@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import multiprocessing
-import statistics
 import time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -17,14 +15,12 @@ import torch
 from .. import compat
 from ..codegen import candidates
 from ..codegen.gpu import GPU
-from ..codegen.layout import empty_lse, empty_output
 from ..codegen.limits import shared_bytes
 from ..codegen.load import load
 from ..codegen.plan import make_plan, overridden
 from ..codegen.render import render
-from ..codegen.replay import without_spilling
 from ..codegen.schedules import hopper
-from ..codegen.selfcheck import captured_tensors
+from ..codegen.timing import Clock, Operands, launches
 from ..region import Problem
 from ..spec import AttentionSpec
 
@@ -182,79 +178,9 @@ def compiled(job: Job) -> tuple[Job, list, float, str]:
         return replace(job), [], time.perf_counter() - start, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-class Operands:
-    """Random inputs of a problem on a device; the log-sum-exp is about what standard normal scores have."""
-
-    def __init__(self, spec: AttentionSpec, problem: Problem, device: torch.device):
-        extents, self.device = dict(zip(spec.axes, problem.extents)), device
-        of = lambda name, rows: torch.randn(*(e if a in getattr(spec, name) else 1 for a, e in extents.items()), rows, problem.D, device=device).to(dtype)
-        dtype = getattr(torch, problem.dtype)
-        self.q, self.k, self.v = of("q", problem.M), of("k", problem.N), of("v", problem.N)
-        self.aux = [t.to(dtype) if t.is_floating_point() else t for t in captured_tensors(spec, problem, dtype, device)]
-        self.seed, self.sizes = torch.ones(1, dtype=torch.int64, device=device), [*problem.extents, *problem.sizes]
-        self.out = empty_output(problem.extents, problem.M, self.v).normal_()
-        self.grad = torch.randn(self.out.shape, device=device).to(dtype)
-        self.lse = empty_lse(problem.extents, problem.M, self.v).fill_(math.log(problem.N) + 0.5)
-
-    def call(self, module, direction: str):
-        """Run the host function of a direction."""
-        if direction == "forward":
-            return module.forward(self.q, self.k, self.v, self.aux, self.seed, self.sizes)
-        return module.backward(self.grad, self.q, self.k, self.v, self.aux, self.seed, self.out, self.lse, self.sizes)
-
-
-class _Launches:
-    """Stands in for a kernel of a generated module: launches it, and keeps the launch for timing."""
-
-    def __init__(self, kernel, kept: list[tuple[str, Callable]]):
-        self.kernel, self.kept, self.more = kernel, kept, None
-
-    def __getitem__(self, grid):
-        def run(*args, **options):
-            if self.more is None:
-                self.more = {} if compat.interpreting() else without_spilling(compat.spilled(self.kernel.warmup(*args, grid=grid, **options)), options)
-            self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*args, **options, **self.more)))
-            self.kept[-1][1]()
-        return run
-
-
-class Clock:
-    """Times kernels on a device: the cache is flushed before each run, and the queue is filled while the device waits, so that launching is not in it."""
-
-    def __init__(self, device: torch.device, milliseconds: float = 8.0):
-        self.device, self.budget = device, milliseconds
-        self.flush = torch.empty(2 ** 27, dtype=torch.int8, device=device) if device.type == "cuda" else None
-
-    def median(self, run: Callable[[], object]) -> float:
-        """Microseconds, to be called after a first run."""
-        if self.flush is None:
-            start = time.perf_counter()
-            run()
-            return (time.perf_counter() - start) * 1e6
-        first = self._times(run, 1)[0]
-        return statistics.median(self._times(run, max(3, min(9, int(self.budget * 1e3 / first)))))
-
-    def _times(self, run, count: int) -> list[float]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        torch.cuda._sleep(1_000_000 + 500_000 * count)
-        for start, stop in marks:
-            self.flush.zero_()
-            start.record()
-            run()
-            stop.record()
-        torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(stop) * 1e3 for start, stop in marks]
-
-
 def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
     """Microseconds of each kernel of a job: "schedule kernel tiles" -> time. Forward is all that its host function launches."""
-    module, kept = job.module, []
-    for name, kernel in list(vars(module).items()):
-        if name.startswith("attention_") and not isinstance(kernel, _Launches):
-            setattr(module, name, _Launches(kernel, kept))
-        elif isinstance(kernel, _Launches):
-            kernel.kept = kept
-    operands.call(module, job.direction)
+    kept = launches(job.module, operands, job.direction)
     tiles = dict(job.tiles)
     if job.direction == "forward":
         runs = [run for _, run in kept]

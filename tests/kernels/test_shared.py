@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 
-from flashfx.bench.sweep import Job, Operands, Workload, role, shape
+from flashfx.bench.sweep import Job, Workload, role, shape
 from flashfx.codegen import limits
 from flashfx.codegen.candidates import generated
 from flashfx.codegen.schedules import hopper
+from flashfx.codegen.timing import Operands
 from flashfx.compat import interpreting
 
 pytest.importorskip("triton.backends.nvidia.compiler")

@@ -1,0 +1,151 @@
+"""`options={"autotune": True}`: measure the cost model's best few plans on the device, once, and keep the fastest; and plans pinned by hand.
+
+What was found is kept in `tuned.json` beside the generated kernels, keyed by GPU, versions, spec, sizes rounded as the planner rounds them, and the text of
+the kernels. `pin` overrules both; autotuning prints the line that pins what it found.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from typing import Callable, Mapping, Sequence
+
+import torch
+
+from ..region import Problem
+from ..spec import AttentionSpec
+from . import plan as planning
+from .candidates import ranked, rounded
+from .gpu import GPU
+from .load import cache_dir, load
+from .plan import Plan, make_plan, overridden
+from .render import render
+from .timing import Clock, Operands, launches
+from .traffic import duration
+
+FEW = 3
+"""Tiles of a kernel and schedule that are measured."""
+_state = {"on": False}
+
+
+def enable() -> None:
+    """From now on, sites are tuned at their first call with new sizes. For this process: the op that runs a site knows nothing of who compiled it."""
+    _state["on"] = True
+
+
+def enabled() -> bool:
+    """Are sites tuned?"""
+    return _state["on"]
+
+
+def pin(spec: str | AttentionSpec, direction: str, schedule: str, **tiles: Sequence[int]) -> None:
+    """Plan `spec` in "forward" or "backward" with a schedule and tiles, whatever the model says: `pin(text, "forward", "hopper", forward=(128, 64, 8, 3))`.
+
+    tiles  kernel ("forward", "keys", "rows", "dense") -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
+    Raises ValueError as `plan.overridden` does.
+    """
+    spec = AttentionSpec.parse(spec) if isinstance(spec, str) else spec
+    with overridden(schedule=schedule, **{kernel: tuple(t) for kernel, t in tiles.items()}):
+        pass
+    planning.PINNED[spec, direction] = {"schedule": schedule, **{kernel: tuple(t) for kernel, t in tiles.items()}}
+
+
+def tune(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device, directions: Sequence[str], say: Callable[[str], None] | None = None, **given) -> None:
+    """Find the fastest plan of each direction, in the cache or by measuring, and pin it for this process. given: as `make_plan` takes it."""
+    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    for direction in directions:
+        if (spec, rounded(problem), direction) in planning.TUNED or (spec, direction) in planning.PINNED:
+            continue
+        key, known = _key(spec, problem, gpu, direction, given), _read()
+        if key not in known:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                found = _measured(spec, problem, gpu, device, direction, say, given)
+            known = {**_read(), key: found}
+            _write(known)
+            tiles = "".join(f", {k}={tuple(v)}" for k, v in found.items() if k != "schedule")
+            say(f"flashfx autotune: kept; to pin it: flashfx.codegen.tuning.pin({spec.line!r}, {direction!r}, {found['schedule']!r}{tiles})")
+        planning.TUNED[spec, rounded(problem), direction] = {k: v if k == "schedule" else tuple(v) for k, v in known[key].items()}
+
+
+def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, given: Mapping) -> list[dict]:
+    """What to measure, as `overridden` takes it: the best few of each schedule that can run, kernels of one direction side by side."""
+    found, size = [], rounded(problem)
+    why = planning.why_not_hopper(spec, problem, gpu, direction, given.get("descriptors") is not False, given["listed"], given.get("needs"))
+    if why is None:
+        kernel = "forward" if direction == "forward" else "keys"
+        tiled = make_plan(spec, problem, gpu, direction, **given).tiled
+        offers = [c.tiles for c in ranked("hopper", kernel, spec, size, gpu, given["listed"], tiled) if not c.unfit][:FEW]
+        found += [{"schedule": "hopper", kernel: t} for t in offers]
+    kernels = ("forward",) if direction == "forward" else ("keys", "rows")
+    lists = {k: [c.tiles for c in ranked("triton", k, spec, size, gpu) if not c.unfit][:FEW] for k in kernels}
+    return found + [{"schedule": "triton", **{k: ts[n % len(ts)] for k, ts in lists.items()}} for n in range(max(map(len, lists.values())))]
+
+
+def _measured(spec, problem, gpu, device, direction, say, given) -> dict:
+    clock, offers = Clock(device), _offers(spec, problem, gpu, direction, given)
+    times: dict[tuple, float] = {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # the caller's random numbers stay what they are
+        operands = Operands(spec, problem, device)
+        for n, offer in enumerate(offers):
+            with overridden(**offer):
+                forward = make_plan(spec, problem, gpu, "forward", **{k: v for k, v in given.items() if k != "needs"})
+                backward = make_plan(spec, problem, gpu, "backward", **given) if direction == "backward" else None
+            plan = backward or forward
+            needs = given["needs"] if backward is not None else (False,) * len(given["needs"])
+            runs = launches(load(render(spec, forward, problem, needs, backward).text), operands, direction)
+            seconds_of = _by_kernel(plan, [(name, clock.median(run) * 1e-6) for name, run in runs])
+            for kernel, seconds in seconds_of.items():
+                times[plan.schedule, kernel, offer.get(kernel)] = min(seconds, times.get((plan.schedule, kernel, offer.get(kernel)), float("inf")))
+            say(f"flashfx autotune: {direction} of {spec.line} at M={problem.M}, N={problem.N}, {n + 1} of {len(offers)}: {plan.schedule} "
+                + ", ".join(f"{k} {'x'.join(map(str, t))} {duration(seconds_of[k])}" for k, t in offer.items() if k != "schedule"))
+    return fastest(times)
+
+
+def _by_kernel(plan: Plan, runs: list[tuple[str, float]]) -> dict[str, float]:
+    """Seconds by what may be chosen alone: the portable dK/dV and dQ kernels; all else of a plan belongs to its first kernel."""
+    found: dict[str, float] = {}
+    for name, seconds in runs:
+        kernel = "rows" if plan.rows is not None and name == "attention_backward_rows" else plan.kernel
+        found[kernel] = found.get(kernel, 0.0) + seconds
+    return found
+
+
+def fastest(times: Mapping[tuple, float]) -> dict:
+    """(schedule, kernel, tiles) -> seconds, to the tiles of the schedule whose kernels are fastest together."""
+    best: dict[str, dict[str, tuple[float, tuple]]] = {}
+    for (schedule, kernel, tiles), seconds in times.items():
+        own = best.setdefault(schedule, {})
+        own[kernel] = min(own.get(kernel, (float("inf"), tiles)), (seconds, tiles))
+    schedule = min(best, key=lambda s: sum(seconds for seconds, _ in best[s].values()))
+    return {"schedule": schedule, **{kernel: tiles for kernel, (_, tiles) in best[schedule].items()}}
+
+
+def _key(spec, problem, gpu, direction, given) -> str:
+    import triton
+    plan = make_plan(spec, problem, gpu, "forward", **{k: v for k, v in given.items() if k != "needs"})
+    kernels = render(spec, plan, rounded(problem), given["needs"] if direction == "backward" else (False,) * len(given["needs"])).text
+    parts = (gpu.name, torch.__version__, triton.__version__, spec.line, rounded(problem), direction, sorted(given.items()), kernels)
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _path() -> str:
+    return os.path.join(cache_dir(), "tuned.json")
+
+
+def _read() -> dict:
+    try:
+        with open(_path()) as file:
+            return json.load(file)
+    except (OSError, ValueError):  # none yet, or half of one from an older release
+        return {}
+
+
+def _write(known: dict) -> None:
+    os.makedirs(cache_dir(), exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=cache_dir(), suffix=".tmp")
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(known, file, indent=1)
+    os.replace(temporary, _path())

@@ -1,0 +1,69 @@
+"""Autotuning picks what was fastest, keeps it on disk, and leaves results and random numbers alone; a pin overrules the model."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashfx.codegen import plan, tuning
+from flashfx.codegen.gpu import BY_NAME
+from flashfx.codegen.plan import make_plan
+
+from .cases import CORE, problem, spec
+
+RUN = """
+import sys
+import torch
+from flashfx.codegen import launch, plan, tuning
+from flashfx.codegen.gpu import DEFAULT
+from flashfx.codegen.plan import make_plan
+from flashfx.codegen.selfcheck import inputs
+from flashfx.reference import reference
+from tests.kernels.cases import CORE, problem, spec
+tuning.enable()
+s, p = spec(CORE["causal"]), problem("self", 16, "float16", M=20, batch=1, heads=1)
+q, k, v, aux, seed, sizes = inputs(s, p)
+state = torch.get_rng_state()
+out, lse = launch.forward(s, q, k, v, aux, seed, sizes)
+launch.backward(s, torch.ones_like(out), q, k, v, aux, seed, out, lse, sizes, (True,) * 3)
+assert torch.equal(state, torch.get_rng_state())
+exact = reference(s, q.double(), k.double(), v.double(), aux, sizes)
+assert float((out.double() - exact).norm() / exact.norm()) < 2e-3
+assert {direction for _, _, direction in plan.TUNED} == {"forward", "backward"}
+assert all("measured by autotune" in make_plan(s, p, DEFAULT, direction).reason for direction in plan.DIRECTIONS)
+"""
+
+
+def test_tuning_is_done_once(tmp_path):
+    """In Triton's interpreter, where the times mean nothing and all else is as on a GPU."""
+    root = Path(__file__).parent.parent.parent
+    environment = os.environ | {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    run = lambda: subprocess.run([sys.executable, "-c", RUN], cwd=root, env=environment, capture_output=True, text=True)
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert "to pin it: flashfx.codegen.tuning.pin('attention" in first.stderr and "3 of 3" in first.stderr
+    assert len(json.loads((tmp_path / "flashfx" / "tuned.json").read_text())) == 2
+    again = run()
+    assert again.returncode == 0 and "autotune" not in again.stderr, again.stderr
+
+
+def test_the_fastest_kernels_together():
+    times = {("hopper", "keys", (64, 128, 8, 2)): 5.0, ("triton", "keys", (64, 64, 4, 2)): 2.0, ("triton", "keys", (32, 64, 4, 2)): 3.0,
+             ("triton", "rows", (64, 64, 4, 2)): 2.5, ("triton", "rows", (64, 32, 4, 2)): 2.0}
+    assert tuning.fastest(times) == {"schedule": "triton", "keys": (64, 64, 4, 2), "rows": (64, 32, 4, 2)}
+    assert tuning.fastest({**times, ("hopper", "keys", (64, 128, 8, 1)): 3.9}) == {"schedule": "hopper", "keys": (64, 128, 8, 1)}
+
+
+def test_a_pin_overrules_the_model(monkeypatch):
+    monkeypatch.setattr(plan, "PINNED", {})
+    s, p = spec(CORE["full"]), problem("self", 64, "bfloat16", M=4096, heads=16)
+    tuning.pin(s.line, "forward", "hopper", forward=(128, 64, 8, 2))
+    found = make_plan(s, p, BY_NAME["H200"], "forward")
+    assert (found.schedule, found.tiles) == ("hopper", (128, 64, 8, 2)) and "pinned" in found.reason
+    assert "pinned" not in make_plan(s, p, BY_NAME["H200"], "backward").reason
+    with pytest.raises(ValueError, match="unknown kernels"):
+        tuning.pin(s, "forward", "hopper", fwd=(128, 64, 8, 2))
