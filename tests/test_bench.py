@@ -110,3 +110,22 @@ def test_bad_arguments(arguments, says):
     from flashfx.bench.command import app
     done = CliRunner().invoke(app, ["attention", *arguments])
     assert done.exit_code == 2 and says in " ".join(done.output.replace("│", " ").split())
+
+
+def test_counters_are_read_from_what_ncu_prints():
+    from flashfx.bench.figure2 import COUNTERS, counted
+    line = lambda number, kernel, metric, value: f'"{number}","7","python","host","{kernel}","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0","","{metric}","byte","{value}"'
+    head = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
+    text = "==PROF== Connected\n" + "\n".join([head, line(0, "attention_forward", COUNTERS[0], "1,000"), line(0, "attention_forward", COUNTERS[1], "24"),
+                                              line(1, "attention_delta", COUNTERS[0], "5"), line(1, "attention_delta", "other", "9")])
+    assert counted(text) == [("attention_forward", 1024.0), ("attention_delta", 5.0)]
+
+
+def test_figure_2_by_the_model_alone(tmp_path):
+    from typer.testing import CliRunner
+    from flashfx.commands import app
+    done = CliRunner().invoke(app, ["bench", "figure2", str(tmp_path / "figure.svg"), "--batch", "16"])
+    assert done.exit_code == 0, done.output
+    standard, tiled = (line.split() for line in done.output.splitlines() if line.startswith(("standard ", "tiled ")) and "," not in line)
+    assert float(tiled[1]) > float(standard[1]) and float(tiled[2]) < float(standard[2])  # more operations, fewer bytes
+    assert (tmp_path / "figure.svg").read_text().startswith("<?xml")

@@ -150,3 +150,55 @@ def fit(
     from ..codegen.gpu import BY_NAME
     from .fit import text
     print(text(path, BY_NAME[_chosen(gpu, BY_NAME, "GPU")[0]]))
+
+
+@app.command()
+def figure2(
+    path: Annotated[str, typer.Argument(help="the picture (.png, .svg)")] = "figure2.png",
+    batch: Annotated[int, typer.Option(help="batch of the left and middle parts")] = 64,
+    length: Annotated[int, typer.Option(help="length of the left and middle parts; four times as long at the right")] = 1024,
+) -> None:
+    """FlashAttention's Figure 2 on this card: standard against tiled, size of tiles, sparsity; by the model and, with a GPU, measured.
+
+    Examples:
+
+      python -m flashfx bench figure2
+      python -m flashfx bench figure2 h200.svg
+    """
+    from ..codegen.gpu import current
+    from ..codegen.timing import Clock
+    from ..region import Problem
+    from . import figure2 as figure
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    clock, gpu, title = Clock(where) if where.type == "cuda" else None, current(where), device_line(where)
+    print(f"{title}\n{figure.HEAD}")
+    made = lambda b, n: Problem((b, 16), n, n, 64, 64, "bfloat16", "bfloat16")
+    tables = {}
+    for name, part, p in (("standard and tiled, forward and backward", figure.left, made(batch, length)), ("size of tiles, forward", figure.middle, made(batch, length)),
+                          ("sparsity, forward and backward", figure.right, made(max(1, batch // 16), 4 * length))):
+        tables[f"{name}, N={p.N}"] = lines = part(gpu, clock, p)
+        print(f"{name}, N={p.N}, batch {p.extents[0]}, 16 heads, head size 64", *map(str, lines), sep="\n", flush=True)
+    figure.draw(tables, path, title)
+
+
+@app.command("bytes")
+def counters(run: Annotated[str, typer.Option(help="launch the kernels once, for a profiler, and write their order here")] = "") -> None:
+    """Bytes of device memory of ten kernels: predicted, and as Nsight Compute (ncu) counts them.
+
+    Examples:
+
+      python -m flashfx bench bytes
+    """
+    from ..codegen.gpu import current
+    from .figure2 import bytes_table, run_kernels
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("the counters are those of a GPU, and there is none")
+    where = torch.device("cuda", torch.cuda.current_device())
+    if run:
+        run_kernels(current(where), where, run)
+        return
+    try:
+        print(device_line(where), *bytes_table(current(where)), sep="\n")
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
