@@ -125,11 +125,12 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     each = scores + steps * has_steps(spec) + loads * bool(across) + 4 * addresses + random * (spec.dropout > 0)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
              + shared * (spec.is_masked and grouped(spec)) + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
+    found += 6 * bool(spec.visible.loads)
     if kernel == "dense" or rows >= 16 * warps and rows >= 64:
         return found
     if rows >= 64:  # warps that divide the columns: what belongs to a row is there several times
-        return 1.45 * found + 5
-    return found + 80 + 2 * (m * n / threads - 8)  # operands of the older instruction lie in registers
+        return 1.45 * found + (20 if spec.is_masked or grouped(spec) else 5)
+    return found + 80 + 2 * (m * n / threads - 8) + 40 * (spec.dropout > 0 and grouped(spec))  # operands of the older instruction lie in registers
 
 
 def resident(gpu: GPU, warps: int, shared: int, registers: float) -> int:

@@ -249,7 +249,7 @@ def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: b
     """Accumulators, scores and weights of a consumer, in 32-bit registers of each thread. heavy: the score needs a tile of its own."""
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
-        return (dv + n + n / 2 + n * heavy) / 2
+        return (dv + n + n / 2 + 1.5 * n * heavy) / 2
     return (n * (d + dv) + 2.5 * m * n) / 256  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
 
 
@@ -279,7 +279,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     """Shared memory that the compiler takes for a kernel, tiles, barriers, and what partitions are handed; where `_handed` does not know that, an upper bound."""
     d, dv = padded(problem.D), padded(problem.Dv)
     queries = q_tiles(spec, problem, m, n, stages, tiled)
-    handed = None if listed else _handed(kernel, spec, problem, m, stages, queries, tiled)
+    handed = None if listed else _handed(kernel, spec, problem, m, stages, queries)
     if kernel == "forward":
         more = 2 * m * d * (queries - 1)
         return _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + more + (0 if handed is None else handed - 2048)
@@ -289,18 +289,17 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + stages * (4 * rows * m + captured) + (2048 if handed is None else handed)
 
 
-def _handed(kernel: str, spec: AttentionSpec, problem: Problem, m: int, stages: int, queries: int, tiled: Sequence[str]) -> int | None:
+def _handed(kernel: str, spec: AttentionSpec, problem: Problem, m: int, stages: int, queries: int) -> int | None:
     """Barriers and what partitions are handed, in bytes as the compiler lays them out, or None: known for batch and heads, queries sharing keys or not, masks
-    over indices, captured tensors that come by TMA or belong to a batch index; not for deterministic gradients, of which each has a few more."""
+    over indices, captured tensors that belong to a batch index; not for dropout and other tensors, nor for deterministic gradients, which have a few more."""
     pieces, shared = len(chunks(max(problem.D, problem.Dv))) - 1, len(spec.axes) - len(spec.k)
-    by_row = any(load.variables & {"i", "j"} and load.name not in tiled for load in spec.loads)
-    if by_row or spec.visible.loads or pieces > 1 or problem.D != problem.Dv or len(spec.k) != 2 or shared > 1 or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD):
+    other = any(load.variables & {"i", "j"} for load in spec.loads) or spec.dropout or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
+    if other or pieces > 1 or problem.D != problem.Dv or problem.D % 16 or pieces and problem.D < 64 or len(spec.k) != 2 or shared > 1:
         return None
-    more = 32 * sum(load.name in tiled for load in spec.score.loads)
-    if kernel == "keys":
-        return more + (536 if padded(problem.D) <= 64 else 380 + 144 * pieces) + 16 * shared
     masked, third = spec.is_masked, m > 2 * ROWS
-    return more + 216 + 64 * stages + 112 * pieces + 40 * masked + 4 * third * (1 + masked) * (queries > 1) - (8 + 4 * masked) * (queries == 1) + 16 * (shared and (pieces > 0 or not masked))
+    if kernel == "keys":
+        return (536 if padded(problem.D) <= 64 else 380 + 144 * pieces) + 16 * shared + 16 * (shared and masked and pieces > 0)
+    return 216 + 64 * stages + 112 * pieces + 40 * masked + 4 * third * (1 + masked) * (queries > 1) - (8 + 4 * masked) * (queries == 1) + 16 * (shared and (pieces > 0 or not masked))
 
 
 def options(kernel: str, m: int, n: int, warps: int, stages: int) -> dict[str, int]:

@@ -65,6 +65,8 @@ def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0) -> N
                 slack = 0
                 if schedule == "triton" and gpu.is_hopper:  # where buffers of several loops begin, and what exchanges a bias among threads
                     slack = 1024 * spec.is_masked + 2560 * bool(spec.loads)
+                elif spec.loads:  # of a bias, and of its gradient
+                    slack = 2560
                 elif schedule == "hopper" and kernel == "keys" and not spec.is_masked:  # Triton 3.7 hands one number fewer than 3.6
                     slack = 16
                 predicted = hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) if schedule == "hopper" else \
