@@ -18,8 +18,8 @@ from .values import Value, ValueGraph
 
 
 _PRODUCTS = ("mul", "div", "mm", "bmm", "matmul")
-_HELD = ("add", "sub", "rsub", "baddbmm", "addmm", "where", "masked_fill")
-"""What a mask's constant comes out of as the model's dtype holds it: sums that it swallows, and choices."""
+_HELD = ("add", "sub", "rsub", "baddbmm", "addmm", "scalar_tensor", "full", "full_like", "new_full")
+"""What a mask's constant comes out of as the model's dtype holds it: sums that it swallows, and what makes it."""
 
 
 class Rerun:
@@ -115,6 +115,8 @@ class Rerun:
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p if self.timed else 0.0, is_causal=causal,
                                                                         scale=scale, enable_gqa=gqa)
         args, kwargs = self._elsewhere(args, kwargs)
+        if self.double and x.name == "masked_fill.Scalar" and x.dtype.is_floating_point:
+            args = (*args[:2], torch.tensor(args[2], dtype=x.dtype).item())
         if self.double and x.name == "_softmax.default":
             args = (*args[:2], False)
         result = self._run(x.op, args, kwargs)
