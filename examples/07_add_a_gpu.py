@@ -6,7 +6,7 @@
 
 Output:
     H100   forward 128x128, 8 warps, 2 stages, 194 KiB shared, TMA
-    small  forward 32x32, 4 warps, 2 stages, 36 KiB shared
+    small  forward 64x32, 4 warps, 2 stages, 36 KiB shared
     a wrong unit is caught: small
 """
 from __future__ import annotations
