@@ -23,6 +23,7 @@ def side_by_side(vg: ValueGraph, v: Value) -> bool:
     """A sum of products whose weights are all of a softmax, cut in parts; and the scores in front of it."""
     if v.name != "add.Tensor" or v.kwargs or not v.dtype.is_floating_point:
         return False
+    weights = None
     try:
         weights = _values_joined(vg, v, _addends(v))
         if weights is None:

@@ -251,6 +251,16 @@ def test_shared_dropout_is_not_drawn_again():
     assert not torch.compile(fn, backend=Counting())(*qkv(False)).any()
 
 
+def test_a_sum_whose_rows_are_taken_in_another_order(caplog):
+    """No identity applies to it, and none stumbles over it (MobileViT's folding)."""
+    def fn(q, k, v):
+        out = (s(q, k).softmax(-1) @ v).flatten(1, 2) + q.flatten(1, 2)
+        return out.unflatten(1, (3, -1)).transpose(1, 2).flatten(1, 2) + out
+
+    (region,) = compare(fn, *qkv())
+    assert region.fused and "failed" not in caplog.text
+
+
 def test_both_sites_of_one_node_or_none():
     """One of two softmaxes is read elsewhere: what is left is computed as the model wrote it."""
     def fn(q, k, v):
