@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, field, replace
 
 import torch
+from sympy import sympify
 from torch import fx
 
+from flashfx.compat import size_hint
 from flashfx.region import Node, Problem, Refusal, Region
 
 from .algebra import rearrange
@@ -233,8 +235,14 @@ def _same_kind(old: Value, new: fx.Node) -> None:
     """Law of splice: the replacement has the shape and dtype of what it replaces, as it was made: `unsqueeze_` may change a node's own example later."""
     b = new.meta["example_value"]
     if isinstance(b, torch.Tensor):
-        assert old.dtype == b.dtype and len(old.shape) == len(b.shape) and all(same(size(x), size(y)) for x, y in zip(old.shape, b.shape)), \
+        assert old.dtype == b.dtype and len(old.shape) == len(b.shape) and all(map(_equal, old.shape, b.shape)), \
             f"{old.owner} is {old.dtype} {old.shape}, its replacement {new} {b.dtype} {tuple(b.shape)}"
+
+
+def _equal(a, b) -> bool:
+    """Proved, or else true of the example: x * (x**2 // x) is not seen to be x**2."""
+    envs = [s.node.shape_env for s in (a, b) if isinstance(s, torch.SymInt)]
+    return same(size(a), size(b)) or bool(envs) and size_hint(envs[0], sympify(size(a))) == size_hint(envs[0], sympify(size(b)))
 
 
 def _drop(found: dict[Site, Lifted], records: dict[Site, _Record], stage: str, vg: ValueGraph) -> None:

@@ -318,3 +318,20 @@ def test_dynamic_cross_attention_with_late_normalisation():
         q, k, v = torch.randn(2, 3, m, 8), torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)
         torch.testing.assert_close(compiled(q, k, v), fn(q, k, v))
     assert len(backend.graphs) == 1 and backend.fused == 1
+
+
+def test_sizes_that_cannot_be_proved_equal_are_compared_at_the_example():
+    from types import SimpleNamespace
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from flashfx.passes.pipeline import _same_kind
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    windows = mode.from_tensor(torch.empty(17, 3)).shape[0] // 4
+    with mode:
+        old, same, other = (torch.empty(n, 2) for n in (windows * windows, windows * (windows * windows // windows), windows * (windows + 1)))
+    value = SimpleNamespace(dtype=old.dtype, shape=old.shape, owner="out")
+    _same_kind(value, SimpleNamespace(meta={"example_value": same}))
+    with pytest.raises(AssertionError, match="its replacement"):
+        _same_kind(value, SimpleNamespace(meta={"example_value": other}))
