@@ -157,6 +157,17 @@ def shapes(entry: Entry, attn: str = "eager", train: bool = False, inner: str = 
     return backend
 
 
+def captured_at_all(entry: Entry, attn: str = "eager", train: bool = False, dynamic: bool | None = None) -> bool:
+    """Does PyTorch compile the entry without us?"""
+    model, kwargs = entry.build(attn=attn, train=train, dropout=0.0)
+    torch._dynamo.reset()
+    try:
+        run(model, torch.compile(model, backend="eager", dynamic=dynamic), kwargs)
+    except Exception:
+        return False
+    return True
+
+
 def dropped_out(entry: Entry, attn: str = "eager", dynamic: bool | None = None, inner: str = "eager"):
     """(backend, two runs with one seed) of a training step with dropout 0.1."""
     runs = []
