@@ -10,7 +10,7 @@ from .zoo.measure import compare, worst
 SAMPLE = {e.name: e for e in [*entries()[::6], *entries(["funnel", "gpt_oss", "jetmoe"])] if not e.xfail}
 REFUSED = {  # entry -> what every refusal says
     "jetmoe": ("read by",),  # a graph break hands the weights out
-    "groupvit": ("add",),  # weights / (their sum + eps): not a softmax any more
+    "groupvit": ("changed by", "sums over another axis"),  # a one-hot maximum with the gradient of a softmax; weights / (their sum + eps)
     "big_bird-sparse": ("read by", "cat stands between"),  # weights of gathered blocks, stored into a larger tensor; pieces of scores masked one by one
 }
 
