@@ -125,7 +125,7 @@ def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[V
 
 
 _STEPS = {"select": aten.select.int, "narrow": aten.narrow.default, "unflatten": aten.unflatten.int, "permute": aten.permute.default,
-          "unsqueeze": aten.unsqueeze.default}
+          "unsqueeze": aten.unsqueeze.default, "squeeze": aten.squeeze.dim}
 
 
 def viewed(make: Maker, v: Value, steps) -> Value | None:

@@ -61,7 +61,7 @@ def arrange(v: Value, index: Index, wanted: Sequence[str], extents: dict[str, Si
     for d, (a, s) in enumerate(zip(index, shape)):
         at = len(dims)
         if not a.terms:
-            steps.append(("select", at, a.constant))
+            steps.append(("squeeze", at) if same(s, 1) else ("select", at, a.constant))  # select's gradient is a copy
             continue
         by = _stride(a)
         if by > 1 and quotient(s, by) is not None:  # every second head, say: the digits above that are a dim of their own

@@ -294,6 +294,17 @@ def test_encoder_with_dropout(training):
     assert backend.fused == 1 and torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2]) != training
 
 
+def test_an_axis_of_one_costs_no_copy_of_the_gradient():
+    backend = Counting("eager")
+    q, k, v = (torch.randn(1, 3, 9, 8, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 3, 9, 9, requires_grad=True)
+    out = torch.compile(lambda q, k, v, bias: (q @ k.mT + bias).softmax(-1) @ v, backend=backend)(q, k, v, bias)
+    out.sum().backward()
+    assert backend.fused == 1
+    views = [n.target for n in backend.graphs[0].graph.nodes if n.op == "call_function"]
+    assert views.count(torch.ops.aten.squeeze.dim) == 4 and torch.ops.aten.select.int not in views  # select's gradient fills and copies
+
+
 # ---------------------------------------------------------------------------------------------------- dynamic sizes
 
 def test_dynamic_batch_and_sequence():
