@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_visible_pairs(name):
     mask_mod = variant.flex(tensors)[1]
     pairs = float(create_mask(mask_mod, given.batch, given.heads, N, N, device="cpu").sum()) / given.batch / given.heads if mask_mod else N * N
     assert pairs - N / 2 <= variant.visible(given, tensors) <= pairs  # a triangle counts n^2 / 2, without half its diagonal
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_plain_workload_has_the_same_products(name):
+    given = replace(shape(VARIANTS[name]), batch=16)
+    plain, own = known.plain_workload(name, given)
+    pairs = lambda variant, s: s.batch * s.heads * VARIANTS[variant].visible(s, VARIANTS[variant].tensors(s))
+    assert plain in ("full", "causal") and own.kv_heads == own.heads
+    assert pairs(plain, own) == pytest.approx(pairs(name, given), rel=0.1)  # whole batches, whole lengths
 
 
 def test_buckets_are_those_of_t5():

@@ -1,10 +1,12 @@
 """`python -m flashfx bench attention`."""
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -14,9 +16,9 @@ from rich.progress import Progress
 
 from .measure import PASSES, clocks, measure
 from .peers import PEERS
-from .table import head, lines, summary
+from .table import PLAIN, head, lines, summary
 from .table import plot as draw
-from .variants import VARIANTS, Shape
+from .variants import VARIANTS, Shape, plain_workload
 
 app = typer.Typer(no_args_is_help=True, help="FlashFX and its peers side by side, in one run, on random data.")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -66,6 +68,7 @@ def attention(
     dtype: Annotated[str, typer.Option(help=f"one of {', '.join(DTYPES)}")] = "bf16",
     passes: Annotated[str, typer.Option("--pass", help=f"comma-separated: {', '.join(PASSES)}")] = "forward,both",
     peers: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(PEERS)}")] = "flashfx,flex,flash,cudnn,fa4",
+    plain: Annotated[bool, typer.Option(help="flashfx beside plain attention of as many tokens and visible keys")] = False,
     check: Annotated[bool, typer.Option(help="compare outputs and gradients with float64")] = True,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu")] = "",
     json_path: Annotated[str, typer.Option("--json", help="write every row here")] = "",
@@ -76,7 +79,7 @@ def attention(
     Examples:
 
       python -m flashfx bench attention
-      python -m flashfx bench attention --variant all --length 4k,16k --peers flashfx,flex
+      python -m flashfx bench attention --variant all --length 4k,16k --peers flashfx,flex --plain
       python -m flashfx bench attention --head-size 32,80,96,192:128,256 --json rows.json --plot rows.png
     """
     names = list(VARIANTS) if variant == "all" else _chosen(variant, VARIANTS, "variant")
@@ -87,8 +90,8 @@ def attention(
     sizes = [(pair[0], pair[-1]) for pair in (_numbers(s.replace(":", ","), "head size") for s in head_size.split(","))]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     title = device_line(where)
-    print(f"{title}\n{head(who)}", flush=True)
-    rows = []
+    print(f"{title}\n{head(who, plain)}", flush=True)
+    rows, plainly = [], functools.cache(lambda name, shape: measure(name, "flashfx", shape, which, check=False))
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("", total=len(names) * len(sizes) * len(lengths) * len(who))
         for name in names:
@@ -102,6 +105,8 @@ def attention(
                         progress.update(task, description=f"{name} d={d} N={n} {peer}")
                         together.append(measure(name, peer, shape, which, check))
                         progress.advance(task)
+                    if plain:
+                        together.append(replace(together[0], peer=PLAIN, ms={}, tflops=plainly(*plain_workload(name, shape)).tflops, error=None, failed=""))
                     rows += together
                     print("\n".join(lines(together, who, which)), flush=True)
     print("\n".join(summary(rows, which)), flush=True)

@@ -6,7 +6,7 @@ from typing import Sequence
 
 from .measure import Row
 
-OURS = "flashfx"
+OURS, PLAIN = "flashfx", "plain"
 
 
 def workload(row: Row) -> tuple:
@@ -15,7 +15,7 @@ def workload(row: Row) -> tuple:
 
 def best_peer(rows: Sequence[Row], name: str, peers: Sequence[str] | None = None) -> Row | None:
     """The fastest peer of one workload in pass `name`, other than FlashFX."""
-    rivals = [r for r in rows if r.peer != OURS and name in r.tflops and (peers is None or r.peer in peers)]
+    rivals = [r for r in rows if r.peer not in (OURS, PLAIN) and name in r.tflops and (peers is None or r.peer in peers)]
     return max(rivals, key=lambda r: r.tflops[name], default=None)
 
 
@@ -29,16 +29,24 @@ def groups(rows: Sequence[Row]) -> dict[tuple, list[Row]]:
 
 def ratio(rows: Sequence[Row], name: str) -> float | None:
     """FlashFX's speed over the fastest peer's of one workload; None where either is missing."""
+    return _over(rows, name, best_peer(rows, name))
+
+
+def of_plain(rows: Sequence[Row], name: str) -> float | None:
+    """FlashFX's speed over its own on plain attention of as many visible keys."""
+    return _over(rows, name, next((r for r in rows if r.peer == PLAIN and name in r.tflops), None))
+
+
+def _over(rows: Sequence[Row], name: str, other: Row | None) -> float | None:
     ours = next((r for r in rows if r.peer == OURS and name in r.tflops), None)
-    best = best_peer(rows, name)
-    return ours.tflops[name] / best.tflops[name] if ours and best else None
+    return ours.tflops[name] / other.tflops[name] if ours and other else None
 
 
-def head(peers: Sequence[str]) -> str:
+def head(peers: Sequence[str], plain: bool = False) -> str:
     """What the lines of `lines` mean."""
     return ("TFLOP/s of the visible work (forward 2 (d + dv) per visible pair, backward 2.5 times that), medians; ratio: flashfx over the "
             "fastest peer\n"
-            f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'error':>10}{'eager':>10}{'MiB':>9}")
+            f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'of plain' if plain else '':>{9 * plain}}{'error':>10}{'eager':>10}{'MiB':>9}")
 
 
 def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> list[str]:
@@ -47,8 +55,8 @@ def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> 
     ours, first = by_peer.get(OURS), group[0]
     for name in passes:
         cells = "".join(f"{by_peer[p].tflops[name]:>10.0f}" if p in by_peer and name in by_peer[p].tflops else f"{'-':>10}" for p in peers)
-        found = ratio(group, name)
-        tail = f"{found:>8.2f}" if found else f"{'-':>8}"
+        cell = lambda found, width: f"{found:>{width}.2f}" if found else f"{'-':>{width}}"
+        tail = cell(ratio(group, name), 8) + (cell(of_plain(group, name), 9) if PLAIN in by_peer else "")
         if name == passes[-1] and ours is not None and ours.error is not None:
             tail += f"{ours.error:>10.1e}{ours.eager_error:>10.1e}"
             tail += f"{ours.peak_mib:>9.0f}" if ours.peak_mib is not None else ""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Mapping
 
 import torch
@@ -39,6 +39,7 @@ class Variant:
     flash       tensors -> arguments of flash-attn's functions; None if they cannot say it
     trained     captured tensors that get a gradient
     after       (out, log-sum-exp, tensors) -> out, for peers that return both
+    plain       the variant of nothing but products and softmax that it is compared with: "causal", or "full"
     """
 
     about: str
@@ -53,6 +54,7 @@ class Variant:
     after: Callable | None = None
     random: bool = False
     kv_ratio: int = 1
+    plain: str = "causal"
 
 
 def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -181,14 +183,14 @@ def _is_causal(b, h, i, j):
 
 
 VARIANTS: dict[str, Variant] = {
-    "full": Variant("every key", full, _all, flex=lambda t: (None, None), sdpa=lambda t: {}, flash=lambda t: {}),
+    "full": Variant("every key", full, _all, flex=lambda t: (None, None), sdpa=lambda t: {}, flash=lambda t: {}, plain="full"),
     "causal": Variant("keys up to the query", causal, _half, flex=lambda t: (None, _is_causal), sdpa=lambda t: {"is_causal": True},
                       flash=lambda t: {"causal": True}),
     "gqa": Variant("causal, eight queries share a key", grouped, _half, flex=lambda t: (None, _is_causal), kv_ratio=8,
                    sdpa=lambda t: {"is_causal": True, "enable_gqa": True}, flash=lambda t: {"causal": True}),
     "padding": Variant("lengths from half to all", padding, lambda s, t: s.length * float(t["lengths"].double().mean()),
                        lambda s: {"lengths": _lengths(s, 0.5, 1.0) if s.batch > 1 else _lengths(s, 0.75, 0.75)}, {"lengths": "b"},
-                       flex=lambda t: (None, lambda b, h, i, j: j < t["lengths"][b])),
+                       flex=lambda t: (None, lambda b, h, i, j: j < t["lengths"][b]), plain="full"),
     "documents": Variant("packed documents of 1000, causal", documents, _document_pairs, _some_documents, {"document": "bn"},
                          flex=lambda t: (None, lambda b, h, i, j: (j <= i) & (t["document"][b, i] == t["document"][b, j]))),
     "window": Variant(f"the last {WINDOW} keys", window,
@@ -208,14 +210,22 @@ VARIANTS: dict[str, Variant] = {
                        flash=lambda t: {"causal": True, "softcap": SOFTCAP}),
     "mask": Variant("an additive (B, H, N, N) tensor", biased, _all, lambda s: {"bias": s.randn(s.batch, s.heads, s.length, s.length)},
                     {"bias": "bhnn"}, flex=lambda t: (lambda s, b, h, i, j: s + t["bias"][b, h, i, j], None),
-                    sdpa=lambda t: {"attn_mask": t["bias"]}),
+                    sdpa=lambda t: {"attn_mask": t["bias"]}, plain="full"),
     "bias": Variant("a trained (1, H, N, N) bias", biased, _all, lambda s: {"bias": s.randn(1, s.heads, s.length, s.length)}, {"bias": "1hnn"},
                     flex=lambda t: (lambda s, b, h, i, j: s + t["bias"][0, h, i, j], None), sdpa=lambda t: {"attn_mask": t["bias"]},
-                    trained=("bias",)),
+                    trained=("bias",), plain="full"),
     "t5": Variant(f"a trained table of {BUCKETS} buckets a head", t5, _all, lambda s: {"table": s.randn(BUCKETS, s.heads)}, {"table": "th"},
-                  flex=lambda t: (lambda s, b, h, i, j: s + t["table"][bucket(i, j), h], None), trained=("table",)),
+                  flex=lambda t: (lambda s, b, h, i, j: s + t["table"][bucket(i, j), h], None), trained=("table",), plain="full"),
     "sinks": Variant("a trained sink a head, causal", sinks, _half, lambda s: {"sink": s.randn(s.heads)}, {"sink": "h"},
                      flex=lambda t: (None, _is_causal), trained=("sink",), after=_after_sinks),
     "dropout": Variant(f"dropout {DROPOUT:g}, causal", dropout, _half, sdpa=lambda t: {"is_causal": True, "dropout_p": DROPOUT},
                        flash=lambda t: {"causal": True, "dropout_p": DROPOUT}, random=True),
 }
+
+
+def plain_workload(name: str, shape: Shape) -> tuple[str, Shape]:
+    """Plain attention with as many tokens and as many visible keys for each query: the same products, without what the variant adds to them."""
+    variant = VARIANTS[name]
+    keys = variant.visible(shape, variant.tensors(shape)) / shape.length
+    length = max(1, round(2 * keys if variant.plain == "causal" else keys))
+    return variant.plain, replace(shape, length=length, kv_heads=shape.heads, batch=max(1, round(shape.batch * shape.length / length)))
