@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# a process for each core, four at most: they take some 3 GiB each
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: quickstart test test-slow clean
 
@@ -9,10 +11,10 @@ quickstart: $(VENV)/.ready
 	$(BIN)/python examples/01_quickstart.py
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow"
 
 # torch first: an unpinned torch, pulled in by another package, would be the newest CUDA build
 $(VENV)/.ready: constraints.txt pyproject.toml

@@ -1,0 +1,8 @@
+"""Tests run in a process for each core (pytest-xdist, see the Makefile): each takes one thread."""
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import torch
+    torch.set_num_threads(1)
