@@ -67,6 +67,19 @@ def median_ms(run, device: torch.device, budget_ms: float = 100.0) -> float:
     return sorted(times)[1]
 
 
+def replayed(run: Callable, device: torch.device) -> Callable:
+    """`run`, recorded as a CUDA graph: what the device takes for it, without the host's part."""
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # kernels are compiled and libraries start
+            run()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
 def seconds(forward: Callable[[], list[torch.Tensor]], leaves: list[torch.Tensor], device: torch.device) -> dict[str, float]:
     """Median seconds of `forward()` and, if there are `leaves`, of the gradients of its results ("backward"). On a GPU both are recorded as CUDA graphs
     and replayed, so that the host's time does not count."""
@@ -148,8 +161,8 @@ def errors(variant: Variant, shape: Shape, found: list[torch.Tensor], qkv, grad_
     return worst(mine), worst(eager)
 
 
-def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True) -> Row:
-    """One row; whatever the peer raises ends up in `failed`."""
+def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True, graph: bool = False) -> Row:
+    """One row; whatever the peer raises ends up in `failed`. graph: the time of CUDA graphs of the calls."""
     variant = VARIANTS[variant_name]
     fixed = dict(variant=variant_name, peer=peer, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, length=shape.length,
                  head_size=shape.head_size, dtype=str(shape.dtype).removeprefix("torch."))
@@ -161,7 +174,7 @@ def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bo
     keep = torch._functorch.config.patch(donated_buffer=False) if "backward" in passes else contextlib.nullcontext()
     try:
         with keep:  # backward alone runs through one graph many times
-            return _measured(variant, peer, shape, passes, check, fixed)
+            return _measured(variant, peer, shape, passes, check, fixed, replayed if graph and cuda else lambda run, device: run)
     except CannotRun as reason:
         return Row(**fixed, ms={}, tflops={}, failed=str(reason))
     except Exception as error:  # noqa: BLE001  a peer that fails is a row that says why
@@ -171,7 +184,7 @@ def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bo
         return Row(**fixed, ms={}, tflops={}, failed=f"{type(error).__name__}: {said[:300]}")
 
 
-def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fixed: dict) -> Row:
+def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fixed: dict, called: Callable) -> Row:
     cuda = shape.device.type == "cuda"
     qkv, grad_out, tensors = operands(shape, variant)
     run = PEERS[peer](variant, shape, tensors)
@@ -189,12 +202,12 @@ def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fi
     ms = {}
     if "forward" in passes:
         with torch.no_grad():
-            ms["forward"] = median_ms(lambda: run(*qkv), shape.device)
+            ms["forward"] = median_ms(called(lambda: run(*qkv), shape.device), shape.device)
     if "backward" in passes:
         out = run(*qkv)
-        ms["backward"] = median_ms(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True), shape.device)
+        ms["backward"] = median_ms(called(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True), shape.device), shape.device)
     if "both" in passes:
-        ms["both"] = median_ms(both, shape.device)
+        ms["both"] = median_ms(called(both, shape.device), shape.device)
     work = 2 * shape.batch * shape.heads * variant.visible(shape, tensors) * (shape.head_size + shape.v_head_size)
     tflops = {name: WORK[name] * work / time_ms / 1e9 for name, time_ms in ms.items()}
     return Row(**fixed, ms=ms, tflops=tflops, error=wrong[0], eager_error=wrong[1], peak_mib=peak, clocks=clocks(shape.device))
