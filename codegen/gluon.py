@@ -37,40 +37,80 @@ def philox(seed, c0, c1, c2):
 
 @gluon.constexpr_function
 def words_layout(ROWS, COLUMNS, WARPS):
-    """Layout of one Philox call for each 4 elements (+0 and +8) that a thread holds of a (ROWS, COLUMNS) accumulator: the
-    accumulator's layout without bit 3 of the row and of the column."""
-    registers = [[0, 1]] + [[0, 8 << n] for n in range((COLUMNS // 16).bit_length() - 1)]
-    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    """Layout of one Philox call for each 8 elements of a (ROWS, COLUMNS) accumulator: the accumulator's without bit 3 of the
+    row and bits 0 and 3 of the column."""
+    registers = [[0, 4 << n] for n in range((COLUMNS // 16).bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     warps = [[8 << n, 0] for n in range(WARPS.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 2, COLUMNS // 2])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 2, COLUMNS // 4])
 
 
 @gluon.jit
-def kept(p, words, THRESHOLD: gl.constexpr):
-    """p where dropout keeps it, else 0. Selected here, for the compiler would select halves of registers, after rounding."""
-    choice: gl.constexpr = "{{ .reg .pred keep; setp.ge.u32 keep, $2, $3; selp.f32 $0, $1, 0f00000000, keep; }}"
-    limit = gl.full_like(words, THRESHOLD)
-    return gl.inline_asm_elementwise(choice, "=f,f,r,r", [p, words, limit], gl.float32, is_pure=True, pack=1)
+def exchange(w0, w1, w2, w3, odd):
+    """Keys along the rows: a thread with an even key has both keys' bits of an even query row, its neighbour with the odd key
+    those of the next row. Each gives the other half of what it has, and both hold one key and two rows then."""
+    swap: gl.constexpr = """{{
+        .reg .b32 give, a, b;
+        prmt.b32 give, $4, $5, $8; shfl.sync.bfly.b32 a, give, 4, 31, -1;
+        prmt.b32 give, $6, $7, $8; shfl.sync.bfly.b32 b, give, 4, 31, -1;
+        prmt.b32 $0, $4, a, $9; prmt.b32 $1, $5, a, $10; prmt.b32 $2, $6, b, $9; prmt.b32 $3, $7, b, $10; }}"""
+    give = gl.where(odd, 0x5410, 0x7632)
+    low = gl.where(odd, 0x3254, 0x5410)
+    high = gl.where(odd, 0x3276, 0x7610)
+    four: gl.constexpr = (gl.uint32, gl.uint32, gl.uint32, gl.uint32)
+    given = [w0, w1, w2, w3, give, low, high]
+    return gl.inline_asm_elementwise(swap, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", given, four, is_pure=True, pack=1)
 
 
 @gluon.jit
-def random_words(seed, z, a0, b0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
-                 TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Dropout's random words for the score tile at (z, a0, b0), batch index, row and column; TRANSPOSED: keys along the rows."""
+def random_bits(seed, z, a0, b0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+                TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Dropout's random bits for the score tile at (z, a0, b0), batch index, row and column; TRANSPOSED: keys along the rows."""
     words: gl.constexpr = words_layout(ROWS, COLUMNS, WARPS)
-    r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))
-    c = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, words))
-    a = (a0 + r // 8 * 16 + r % 8).to(gl.uint32)[:, None]
-    b = (b0 + c // 8 * 16 + c % 8).to(gl.uint32)[None, :]
-    zero = gl.zeros([ROWS // 2, COLUMNS // 2], gl.uint32, words)
+    r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))[:, None]
+    c = gl.arange(0, COLUMNS // 4, gl.SliceLayout(0, words))[None, :]
+    a = a0 + r // 8 * 16 + r % 8
+    b = b0 + c // 4 * 16 + c % 4 * 2
+    zero = gl.zeros([ROWS // 2, COLUMNS // 4], gl.uint32, words)
+    z = z.to(gl.uint32) + zero
     if TRANSPOSED:
-        w0, w1, w2, w3 = philox(seed, a + zero, b + zero, z.to(gl.uint32) + zero)
-        w1, w2 = w2, w1
+        odd = r % 2
+        w0, w1, w2, w3 = philox(seed, (a - odd).to(gl.uint32) + zero, (b + odd).to(gl.uint32) + zero, z)
+        w0, w2, w1, w3 = exchange(w0, w1, w2, w3, odd.to(gl.uint32) + zero != 0)
     else:
-        w0, w1, w2, w3 = philox(seed, b + zero, a + zero, z.to(gl.uint32) + zero)
+        w0, w1, w2, w3 = philox(seed, b.to(gl.uint32) + zero, a.to(gl.uint32) + zero, z)
     tile = gl.join(gl.join(w0, w1), gl.join(w2, w3))               # (r, c, bit 3 of the column, bit 3 of the row)
-    tile = tile.reshape([ROWS // 16, 8, COLUMNS // 16, 8, 2, 2]).permute([0, 5, 1, 2, 4, 3]).reshape([ROWS, COLUMNS])
-    return gl.convert_layout(tile, LAYOUT)'''
+    tile = gl.join(tile, tile)                                     # (…, bit 0 of the column): each looks at a half
+    tile = tile.reshape([ROWS // 16, 8, COLUMNS // 16, 4, 2, 2, 2]).permute([0, 5, 1, 2, 4, 3, 6]).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(tile, LAYOUT)
+
+
+@gluon.jit
+def kept(p, bits, THRESHOLD: gl.constexpr):
+    """p where dropout keeps it, else 0. Both of a word's halves at once: 15 bits order alike as integers and as float16,
+    whose NaNs, unordered, lie above every threshold."""
+    text: gl.constexpr = """{{ .reg .b32 m; .reg .pred a, b; abs.f16x2 m, $4; setp.geu.f16x2 a|b, m, $6;
+        selp.f32 $0, $2, 0f00000000, a; selp.f32 $1, $3, 0f00000000, b; }}"""
+    limit = gl.full_like(bits, THRESHOLD * 65537)
+    return gl.inline_asm_elementwise(text, "=&f,=&f,f,f,r,r,r,r", [p, bits, limit], gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def signed_by_keep(p, bits, THRESHOLD: gl.constexpr):
+    """p where dropout keeps it, else -p; compared as in `kept`."""
+    text: gl.constexpr = """{{ .reg .b32 m; .reg .pred a, b; .reg .f32 c, d; abs.f16x2 m, $4; setp.geu.f16x2 a|b, m, $6;
+        neg.f32 c, $2; neg.f32 d, $3; selp.f32 $0, $2, c, a; selp.f32 $1, $3, d, b; }}"""
+    limit = gl.full_like(bits, THRESHOLD * 65537)
+    return gl.inline_asm_elementwise(text, "=&f,=&f,f,f,r,r,r,r", [p, bits, limit], gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def kept_mask(bits, THRESHOLD: gl.constexpr):
+    """Which weights dropout keeps; compared as in `kept`."""
+    text: gl.constexpr = """{{ .reg .b32 m; .reg .pred a, b; abs.f16x2 m, $2; setp.geu.f16x2 a|b, m, $4;
+        selp.b32 $0, 1, 0, a; selp.b32 $1, 1, 0, b; }}"""
+    limit = gl.full_like(bits, THRESHOLD * 65537)
+    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r,r", [bits, limit], gl.int32, is_pure=True, pack=2) != 0'''
 
 
 def in_gluon(text: str) -> str:
@@ -88,7 +128,7 @@ def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
-    return [*found, *([KEEP_TILE] if "random_words(" in text else [])]
+    return [*found, *([KEEP_TILE] if "random_bits(" in text else [])]
 
 
 def words_of(text: str) -> set[str]:

@@ -63,7 +63,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
     across = [load for load in spec.loads if {"i", "j"} <= load.variables]
     tiled_loads = sum(_staged(load, kernel, tiles, problem) if found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
-    exchanged = width == 4 or spec.dropout > 0 and (found != "wgmma" or tiles[kernel == "keys"] < 64)  # among threads
+    exchanged = width == 4 or spec.dropout > 0 and (found != "wgmma" or kernel == "keys" or tiles[0] < 64)  # among threads
     more = tiled_loads + (4 * m * n + 4096) * exchanged
     if kernel == "dense":
         return loaded * (m + n) * (d + dv) + tiled_loads + 4 * m * n + m * n * width + 6144

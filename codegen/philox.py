@@ -1,12 +1,13 @@
 """Dropout's random bits, defined once: Philox-4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3", SC 2011; 7 rounds pass BigCrush), counted by position, so that every schedule, tile and pass sees the same bits.
 
-Element (z, i, j), z being the flattened batch index, is kept iff word w of
+Element (z, i, j), z being the flattened batch index, looks at word w = 2 * bit3(i) + bit3(j) of
 
-    philox(counter = (j without bit 3, i without bit 3, z, 0), key = seed),   w = 2 * bit3(i) + bit3(j)
+    philox(counter = (j without bits 0 and 3, i without bit 3, z, 0), key = seed)
 
-is at least `threshold(p)`. The four words of one counter thus serve elements 8 rows and 8 columns apart, which one
-thread holds together in the accumulator layout of the tensor cores.
+A half of that word, 15 of its 16 bits, decides wherever 15 bits say the rate well: the lower half where j is even, the upper one
+where it is odd. One counter thus serves 8 elements, which one thread holds together in the accumulator layout of the tensor cores.
+Other rates compare the whole word, of a counter that has bit 0 of j too. An element is kept iff its bits are at least `threshold(p)`.
 """
 from __future__ import annotations
 
@@ -14,11 +15,24 @@ import torch
 
 ROUNDS = 7
 _MASK = 0xFFFFFFFF
+HALF_BITS = 15
+"""Of a half: read as float16 those order like integers, so that Hopper compares two at once."""
+
+
+def is_narrow(p: float) -> bool:
+    """Do 15 bits say p and 1 - p within 2**-10 of their value? Thresholds end below float16's NaNs, at 0.969."""
+    steps = round(p * 2.0 ** HALF_BITS)
+    return 0 < steps <= 0x7C00 and abs(steps * 2.0 ** -HALF_BITS - p) <= 2.0 ** -10 * min(p, 1.0 - p)
 
 
 def threshold(p: float) -> int:
-    """Words below this are dropped: p as a fraction of 2**32."""
-    return min(round(p * 2.0 ** 32), _MASK)
+    """Bits below this are dropped: p as a fraction of 2**15 or 2**32."""
+    return round(p * 2.0 ** HALF_BITS) if is_narrow(p) else min(round(p * 2.0 ** 32), _MASK)
+
+
+def kept_scale(p: float) -> float:
+    """What kept weights are multiplied by: one over their share, which is that of the bits, so that no mean is off by their rounding."""
+    return 1.0 / (1.0 - threshold(p) * 2.0 ** -(HALF_BITS if is_narrow(p) else 32))
 
 
 def _mulhilo(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +55,8 @@ def philox(seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor) -> t
 
 def keep_mask(seed: int, z: torch.Tensor, i: torch.Tensor, j: torch.Tensor, p: float) -> torch.Tensor:
     """True where the weight is kept; z, i, j broadcast together."""
-    words = philox(seed, j & ~8, i & ~8, z)
+    narrow = is_narrow(p)
+    words = philox(seed, j & (~9 if narrow else ~8), i & ~8, z)
     w = ((i >> 3 & 1) * 2 + (j >> 3 & 1))
     word = torch.where(w == 0, words[0], torch.where(w == 1, words[1], torch.where(w == 2, words[2], words[3])))
-    return word >= threshold(p)
+    return (word >> 16 * (j & 1) & 2 ** HALF_BITS - 1 if narrow else word) >= threshold(p)

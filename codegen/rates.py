@@ -74,8 +74,8 @@ NEAR, FAR, STREAM = 0.3e-6, 0.95e-6, 1e11
 what a program waits for that does nothing else, as in decoding."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.951, pieces=0.0138, slim=0.363, element=0.791, function=0.825, step=0.231, random=3.03, load=0.434, pressure=9.42, partial=1.08, tile=1.84e-07, turn=4.6e-07, restart=7.06e-07, launch=1.19e-05),  # 253 measurements
-    ('hopper', 'one_pass'): Rate(matrix=0.815, pieces=0.75, shared=0.0926, element=2.52, function=0.591, step=0.000188, random=2.01, load=0.852, pressure=3.82, partial=0.0923, shallow=4.3e-07, nested=6.95e-07, turn=6.45e-06),  # 62 measurements
+    ('hopper', 'forward'): Rate(matrix=0.951, pieces=0.0138, slim=0.363, element=0.791, function=0.825, step=0.231, random=1.7, load=0.434, pressure=9.42, partial=1.08, tile=1.84e-07, turn=4.6e-07, restart=7.06e-07, launch=1.19e-05),  # 241 measurements; random of four
+    ('hopper', 'one_pass'): Rate(matrix=0.815, pieces=0.75, shared=0.0926, element=2.52, function=0.591, step=0.000188, random=0.9, load=0.852, pressure=3.82, partial=0.0923, shallow=4.3e-07, nested=6.95e-07, turn=6.45e-06),  # 58 measurements; random of four
     ('triton', 'forward'): Rate(matrix=1.41, scalar=6.14, split=2.02, pieces=0.367, slim=0.329, element=0.919, wide=0.0477, solo=0.422, function=0.724, step=0.0994, random=3.07, load=0.745, pressure=0.371, partial=0.884, shallow=1.55e-07, narrow=5.8e-08, turn=2.72e-06, launch=7.73e-06),  # 442 measurements
     ('triton', 'keys'): Rate(matrix=1.35, scalar=11.1, older=2.39, split=1.59, pieces=0.394, slim=0.341, element=0.978, wide=0.484, solo=1.11, function=1.05, random=3.63, load=3.55, partial=0.111, tile=3.41e-08, shallow=7.03e-09, nested=6.61e-07, turn=3.75e-06, restart=8e-07, launch=7.95e-06),  # 279 measurements
     ('triton', 'rows'): Rate(matrix=1.03, scalar=13.5, older=2.13, split=2.84, pieces=0.327, element=0.551, wide=0.247, solo=0.818, function=1.15, step=0.0541, random=3.24, load=1.35, partial=0.925, tile=9.47e-08, shallow=2.2e-07, narrow=1.28e-07, turn=3.02e-06, launch=9.02e-06),  # 348 measurements

@@ -11,7 +11,7 @@ from ..expr import BOOL, FLOAT
 from ..reference import evaluate, index_grid, reference
 from ..region import Problem
 from ..spec import AttentionSpec
-from .philox import keep_mask
+from .philox import keep_mask, kept_scale
 
 
 def captured_tensors(spec: AttentionSpec, problem: Problem, dtype=torch.float32, device="cpu", generator=None) -> list[torch.Tensor]:
@@ -58,12 +58,12 @@ def inputs(spec: AttentionSpec, problem: Problem, device="cpu", seed: int = 0):
 
 
 def kept(spec: AttentionSpec, problem: Problem, seed: torch.Tensor, device="cpu") -> torch.Tensor | None:
-    """Dropout's mask (*extents, M, N), or None."""
+    """What dropout multiplies each weight by (*extents, M, N): 0, or one over the share that is kept; None without dropout."""
     if not spec.dropout:
         return None
     z = torch.arange(math.prod(problem.extents), device=device).reshape(*problem.extents, 1, 1)
     i, j = torch.arange(problem.M, device=device), torch.arange(problem.N, device=device)
-    return keep_mask(int(seed), z, i[:, None], j[None, :], spec.dropout)
+    return keep_mask(int(seed), z, i[:, None], j[None, :], spec.dropout).double() * kept_scale(spec.dropout)
 
 
 def relative(actual: torch.Tensor, exact: torch.Tensor) -> float:

@@ -22,7 +22,7 @@ from . import captured
 from .blocks import kinds_of
 from .derivative import partial
 from .layout import empty_lse, empty_output
-from .philox import keep_mask
+from .philox import keep_mask, kept_scale
 from .schedules.blocks import EMPTY, FULL, PARTIAL
 
 TILE_ELEMENTS = 1 << 22
@@ -113,7 +113,7 @@ def forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, tiles: tuple[int, in
     out, lse = empty_output(site.extents, site.M, v), empty_lse(site.extents, site.M, v)
     if site.is_empty:
         return out.zero_(), lse.fill_(-math.inf)
-    keep_scale = 1.0 / (1.0 - spec.dropout)
+    keep_scale = kept_scale(spec.dropout)
 
     def add(acc, weights, env, cols):
         if spec.dropout:
@@ -169,7 +169,7 @@ def backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes,
     loads = captured.differentiable_loads(spec, named)
     into = dict(zip((a.name for a in spec.aux), sums[3:]))
     d_qk = partial(spec.score, QK)
-    keep_scale = 1.0 / (1.0 - spec.dropout)
+    keep_scale = kept_scale(spec.dropout)
     for rows in () if site.is_empty else _spans(site.M, site.tiles[0]):
         g = grad_out[..., rows, :].to(site.dtype)
         row_lse = lse[..., rows].to(site.dtype).unsqueeze(-1)

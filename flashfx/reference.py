@@ -52,7 +52,7 @@ def index_grid(spec: AttentionSpec, sizes: Sequence[int], M: int, N: int, device
 
 
 def reference(spec: AttentionSpec, q, k, v, aux=(), sizes=(), keep: torch.Tensor | None = None, dtype=torch.float64):
-    """out (*extents, M, Dv) in `dtype`, differentiable. `keep` (*extents, M, N) is the dropout mask, True = kept.
+    """out (*extents, M, Dv) in `dtype`, differentiable. `keep` (*extents, M, N) is dropout: what each weight is multiplied by.
 
     Memory is O(M * N): an oracle, not a kernel. With `spec.dropout` and no `keep` raises ValueError.
     """
@@ -75,8 +75,8 @@ def reference(spec: AttentionSpec, q, k, v, aux=(), sizes=(), keep: torch.Tensor
         p = torch.where(empty, torch.softmax(flat.masked_fill(~over, -math.inf), -1), p)
     if spec.dropout:
         if keep is None:
-            raise ValueError("this spec has dropout: pass keep, the mask of kept weights (flashfx.codegen.philox.keep_mask)")
-        p = torch.where(keep, p / (1.0 - spec.dropout), 0.0)
+            raise ValueError("this spec has dropout: pass keep, the factor of each weight (flashfx.codegen.selfcheck.kept)")
+        p = p * keep.to(dtype)
     return (p @ v).expand(*extents, M, v.shape[-1])
 
 

@@ -6,8 +6,21 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashfx
+from flashfx.codegen import philox
 
 from .test_backend import causal, fresh, qkv  # noqa: F401  (fresh is a fixture)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.1, 0.05, 0.01, 0.9, 0.001, 0.97, 1e-5])
+def test_rates_are_true(p):
+    """The share that is dropped, within five standard deviations; and what is kept makes up for it exactly."""
+    z, i, j = torch.arange(4)[:, None, None], torch.arange(1024)[:, None], torch.arange(1024)
+    kept = philox.keep_mask(1234567890123, z, i, j, p)
+    assert abs(kept.double().mean() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5 + 2.0 ** -10 * min(p, 1 - p)
+    for half in (kept[..., ::2], kept[..., 1::2], kept[..., :8], kept[:, ::16]):  # all halves and words draw alike
+        assert abs(half.double().mean() - (1 - p)) < 6 * (p * (1 - p) / half.numel()) ** 0.5 + 2.0 ** -10 * min(p, 1 - p)
+    steps = 2 ** (15 if philox.is_narrow(p) else 32)
+    assert philox.is_narrow(p) == (p in (0.5, 0.1, 0.05, 0.01, 0.9)) and philox.kept_scale(p) == 1 / (1 - philox.threshold(p) / steps)
 
 
 def dropped(**options):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ...expr import QK, Expr, Load, Var
 from ..listed import ListedLoops, loops as loops_over
+from ..philox import kept_scale
 from ..parts import Loops, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, pieces
 from ..program import Program
 from ..writer import Kernel, Writer
@@ -53,7 +54,7 @@ def keys_kernel(site: Site) -> Kernel:
         _over_rows(site, out, columns)
     rest, factor = scaled(site, QK)
     _store(site, out, "K", "dk", "y", "N", "cols", factor)
-    _store(site, out, "V", "dv", "y", "N", "cols", 1.0 / (1.0 - spec.dropout))
+    _store(site, out, "V", "dv", "y", "N", "cols", kept_scale(spec.dropout))
     return kernel
 
 

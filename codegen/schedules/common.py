@@ -8,7 +8,7 @@ from ...spec import EmptyRow
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..parts import LOG2E, Site, arguments, decode, flatten, head_index, load_tile, pieces, product
-from ..philox import threshold
+from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
@@ -118,7 +118,7 @@ class Body:
     def keep(self, out: Writer) -> None:
         """Dropout's decisions for the tile."""
         spec = self.site.spec
-        tile = f"keep_tile(seed, z, i0, j0, {threshold(spec.dropout)}, BLOCK_M, BLOCK_N)"
+        tile = f"keep_tile(seed, z, i0, j0, {threshold(spec.dropout)}, {is_narrow(spec.dropout)}, BLOCK_M, BLOCK_N)"
         if self.transposed:
             tile = f"tl.trans({tile})"
         out.assign("keep", tile)
@@ -133,7 +133,7 @@ class Body:
         else:
             product(site, out, "dp", a, b, site.v_chunks)
             if site.spec.dropout:
-                out.assign("dp", f"tl.where(keep, dp, 0.0) * {1.0 / (1.0 - site.spec.dropout)!r}")
+                out.assign("dp", f"tl.where(keep, dp, 0.0) * {kept_scale(site.spec.dropout)!r}")
             out.assign("ds", f"p * (dp - {self.across('delta')})")
         if partial:
             self.replaced(out)

@@ -5,7 +5,7 @@ from ...expr import QK, Expr, Var
 from ...spec import EmptyRow
 from ..listed import loops as loops_over
 from ..parts import LOG2E, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
-from ..philox import threshold
+from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
@@ -121,7 +121,7 @@ def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
 
 def _add_values(site: Site, out: Writer, check: str, alpha: str) -> None:
     if site.spec.dropout:
-        out.assign("keep", f"keep_tile(seed, z, i0, j0, {threshold(site.spec.dropout)}, BLOCK_M, BLOCK_N)")
+        out.assign("keep", f"keep_tile(seed, z, i0, j0, {threshold(site.spec.dropout)}, {is_narrow(site.spec.dropout)}, BLOCK_M, BLOCK_N)")
         out.assign("p", "tl.where(keep, p, 0.0)", "the sum l is of the weights before dropout")
     load_tile(site, out, "V", "v", check, looped=True)
     first = site.v_chunks[0]
@@ -147,7 +147,7 @@ def _finish(site: Site, program: Program, out: Writer) -> None:
                 out.assign("l", "l + tl.sum(p, 1)")
                 _add_values(site, out, "" if site.whole else "(j < N)[:, None]", "")
             out.assign("lse", f"tl.where(empty, l * {MEAN_ROW!r}, lse)", "marks the row and holds the number of keys averaged")
-    scale = f"{1.0 / (1.0 - spec.dropout)!r}"
+    scale = f"{kept_scale(spec.dropout)!r}"
     if site.can_be_empty and spec.empty_row is EmptyRow.ZERO:
         out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
     else:

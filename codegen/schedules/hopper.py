@@ -10,6 +10,7 @@ from ...region import Problem
 from ...spec import BLOCK, AttentionSpec, EmptyRow
 from ..captured import differentiable_loads
 from ..factors import peel
+from ..philox import HALF_BITS, is_narrow
 from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
@@ -41,6 +42,8 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
         return f"rows of {problem.D} and {problem.Dv} elements are not aligned to 16 bytes"
     if max(problem.D, problem.Dv) > WIDEST[direction]:
         return f"head sizes above {WIDEST[direction]} do not fit its registers"
+    if spec.dropout and not is_narrow(spec.dropout):
+        return f"a dropout rate of {spec.dropout:g} takes more than {HALF_BITS} random bits"
     if QK not in spec.score.leaves:
         return "the score does not depend on q . k"
     if direction == "forward":
@@ -222,13 +225,13 @@ def is_simple(spec: AttentionSpec) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_heavy(spec: AttentionSpec) -> bool:
-    """Does a score need registers of its own: dropout's random words, functions, a mask that loads by row, addresses of loads across rows?"""
+def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
+    """Does a score need registers of its own: dropout's random bits in backward, functions, a mask that loads by row, addresses of loads across rows?"""
     raw = peel(spec.score)[0]
     functions = any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(raw))
     by_row = any(load.variables & {"i", "j"} == {"i"} for load in spec.visible.loads)
     across = any({"i", "j"} <= load.variables and load.index[-1] != Var("j") for load in spec.loads)
-    return functions or by_row or across or spec.dropout > 0
+    return functions or by_row or across or kernel == "keys" and spec.dropout > 0
 
 
 def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:

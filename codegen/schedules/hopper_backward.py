@@ -11,12 +11,12 @@ from ...expr import QK, Const, Expr, Load, Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
 from ..parts import LOG2E, Site, count, decode, tiles_name
-from ..philox import threshold
+from ..philox import kept_scale, threshold
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, scaled
 from .hopper import barriers, block_shape, is_heavy, is_simple, listed_tiles, position, reserve, segments, tile_view, tma_arguments
-from .hopper_captured import reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
+from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, is_split, names, predecessor, sum_dq, turns
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
@@ -172,12 +172,12 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         for c in site.v_chunks:
             out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
         _scores_and_dp(site, body, out)
-        signed = _weights(site, body, out, partial)
+        _weights(site, body, out, partial)
         for c in site.v_chunks:
             out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
             out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
         out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-        _score_gradient(site, body, out, signed)
+        _score_gradient(site, body, out)
         out.line(f"{ds_tile(site, '0', 'BLOCK_N')}.store(ds)")
         out.line("fence_async_shared()")
         out.line("barrier()")
@@ -200,13 +200,19 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
     return consumer
 
 
-def _score_gradient(site: Site, body: Body, out: Writer, signed: bool) -> None:
-    """ds, the gradient of the products qk, from dP; signed: the sign of slope says what dropout keeps."""
+def _score_gradient(site: Site, body: Body, out: Writer) -> None:
+    """ds, the gradient of the products qk over the factors that are left out, from dP."""
     spec = site.spec
     out.assign("delta", from_ring("delta_ring"))
-    if spec.dropout:
-        out.assign("dp", f"tl.where({'slope > 0.0' if signed else 'keep'}, dp * {1.0 / (1.0 - spec.dropout)!r}, 0.0)")
-    out.assign("ds", f"{'tl.abs(slope)' if signed else 'slope'} * (dp - delta[None, :])")
+    scale = kept_scale(spec.dropout)
+    if is_signed(site):
+        kept = "(slope + tl.abs(slope))" if doubles(site) else "tl.where(slope > 0.0, slope, 0.0)"  # not p: it would be kept in registers
+        times = f"(dp * {scale!r})" if left_out(site) == 1.0 else "dp"
+        out.assign("ds", f"{kept} * {times} - tl.abs(slope) * delta[None, :]")
+    else:
+        if spec.dropout:
+            out.assign("dp", f"tl.where(keep, dp * {scale!r}, 0.0)")
+        out.assign("ds", "slope * (dp - delta[None, :])")
     rest = scaled(site, QK)[0]
     if body.program.dims(rest) != {"i", "j"}:  # from shared memory again: a row vector kept since the scores would take registers
         body.program.forget_rows()
@@ -222,7 +228,7 @@ def _score_gradient(site: Site, body: Body, out: Writer, signed: bool) -> None:
 def _store(site: Site, out: Writer, first: str, index: str, rows: str | int) -> None:
     """Store dK and dV through the place of K and V."""
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
-    pairs = (("k", site.qk_chunks, scaled(site, QK)[1]), ("v", site.v_chunks, 1.0 / (1.0 - site.spec.dropout)))
+    pairs = (("k", site.qk_chunks, scaled(site, QK)[1] * left_out(site)), ("v", site.v_chunks, kept_scale(site.spec.dropout)))
     for letter, found, factor in pairs:
         for c in found:
             value = f"d{letter}{c.suffix}" if factor == 1.0 else f"(d{letter}{c.suffix} * {factor!r})"
@@ -236,11 +242,8 @@ def _store(site: Site, out: Writer, first: str, index: str, rows: str | int) -> 
     out.line("tma.store_wait(0)")
 
 
-def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLOCK_N", warps: int = WARPS) -> bool:
-    """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout.
-
-    Returns whether the sign of slope says what dropout keeps, which takes no registers.
-    """
+def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLOCK_N", warps: int = WARPS) -> None:
+    """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout."""
     spec, program = site.spec, body.program
     beyond = [] if site.whole else ["(j < N)[:, None]"]
     visible = [spec.visible] if spec.is_masked else []
@@ -276,13 +279,13 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     rest = "p" if late else body.times(wanted[0], "p", early and bool(partial) and not squared)
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
-        out.assign("keep", f"random_words(seed, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores) >= {threshold(spec.dropout)}")
-        if rest == "p":
-            out.assign("slope", "tl.where(keep, p, -p)", "its sign says what dropout keeps")
+        out.assign("bits", f"random_bits(seed, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores)")
+        if is_signed(site):
+            out.assign("slope", f"signed_by_keep(p, bits, {threshold(spec.dropout)})", "its sign says what dropout keeps")
             out.assign("p", "tl.maximum(slope, 0.0)")
         else:
+            out.assign("keep", f"kept_mask(bits, {threshold(spec.dropout)})")
             out.assign("p", "tl.where(keep, p, 0.0)")
-    return bool(spec.dropout) and rest == "p"
 
 
 def degree(e: Expr, x: Expr) -> int:
@@ -299,7 +302,7 @@ def degree(e: Expr, x: Expr) -> int:
 def in_registers(site: Site) -> str:
     """Which of a half's k and v the registers of its warpgroup have room for: each spares the loop a tenth of its reads of shared memory, which
     are as many as it can deliver (both: 4 % of the time)."""
-    return "kv" if is_simple(site.spec) else "" if is_heavy(site.spec) else "v"
+    return "kv" if is_simple(site.spec) else "" if is_heavy(site.spec, "keys") else "v"
 
 
 def _accumulate_half(site: Site, partial: str, others) -> Partition:
@@ -333,12 +336,12 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
             for c in found:
                 out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
         _scores_and_dp(site, body, out, str(HALF), 4)
-        signed = _weights(site, body, out, partial, str(HALF), 4)
+        _weights(site, body, out, partial, str(HALF), 4)
         for c in site.v_chunks:
             out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
             out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
         out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-        _score_gradient(site, body, out, signed)
+        _score_gradient(site, body, out)
         for c in site.qk_chunks:
             out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                              f"dk{c.suffix}, is_async=True)")

@@ -14,9 +14,10 @@ from ..captured import differentiable_loads, dims_of
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..parts import Site, count, extent
+from ..philox import kept_scale
 from ..program import local
 from ..writer import Kernel, Writer
-from .common import buffer
+from .common import buffer, scaled
 
 
 def candidates(spec: AttentionSpec) -> list[Load]:
@@ -148,6 +149,23 @@ def allocate_stored(site: Site, out: Writer) -> None:
     if stored := stored_load(site):
         shape = ", ".join([*(extent(a) for a in site.spec.axes), "M", "N"])
         out.line(f"{buffer(site, stored)} = torch.{'zeros' if site.spec.is_masked else 'empty'}(({shape}), dtype=q.dtype, device=q.device)", f"gradient of {stored}")
+
+
+def is_signed(site: Site) -> bool:
+    """Does the sign of `slope` say what dropout keeps, which takes no registers? It does where slope is the weight."""
+    return site.spec.dropout > 0 and not {"i", "j"} <= scaled(site, QK)[0].variables
+
+
+def left_out(site: Site) -> float:
+    """The factor of dS that is applied to the sums dQ and dK instead: dropout's, unless dS itself is stored."""
+    if not is_signed(site) or stored_load(site):
+        return 1.0
+    return kept_scale(site.spec.dropout) * (0.5 if doubles(site) else 1.0)
+
+
+def doubles(site: Site) -> bool:
+    """Is dS twice as large, so that slope + |slope| serves it? bfloat16 has the range for that."""
+    return site.dtype == "bfloat16" and not stored_load(site)
 
 
 def sum_kernel(site: Site) -> Kernel | None:

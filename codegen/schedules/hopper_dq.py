@@ -18,7 +18,7 @@ from ..program import Program
 from ..writer import Kernel, Writer
 from .common import scaled
 from .hopper import position, segments, tile_view
-from .hopper_captured import store_ds, stored_load
+from .hopper_captured import left_out, store_ds, stored_load
 from .hopper_producer import step_at
 
 
@@ -156,7 +156,7 @@ def finish_kernel(site: Site) -> Kernel:
                     {"Sum": "sum_q", "dQ": "grad_q", "elements": "sum_q.numel()"}, ("BLOCK",), "ROWS")
     out = kernel.body
     out.assign("n", "tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)")
-    factor = scaled(site, QK)[1]
+    factor = scaled(site, QK)[1] * left_out(site)
     value = "tl.load(Sum + n, mask=n < elements, other=0.0)"
     out.line(f"tl.store(dQ + n, ({value}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask=n < elements)")
     return kernel

@@ -9,7 +9,7 @@ from ...expr import Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
 from ..parts import LOG2E, Site, arguments, base, count, decode, head_index, matrix, pieces
-from ..philox import threshold
+from ..philox import kept_scale, threshold
 from ..program import Program, local
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
@@ -304,15 +304,15 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
 def _weights(site: Site, out: Writer) -> None:
     """p as the left operand of P V, in registers."""
     if site.spec.dropout:
-        out.assign("words", f"random_words(seed, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
-        out.assign("p", f"kept(p, words, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
+        out.assign("bits", f"random_bits(seed, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
+        out.assign("p", f"kept(p, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:
         out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({tiles_name('V', c)}.dtype), gl.DotOperandLayout(0, values{c.suffix}, 2))")
 
 
 def _finish(site: Site, out: Writer) -> None:
     spec = site.spec
-    scale = f"{1.0 / (1.0 - spec.dropout)!r}"
+    scale = f"{kept_scale(spec.dropout)!r}"
     if site.can_be_empty and spec.empty_row is not EmptyRow.NAN:
         out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
     else:
@@ -373,7 +373,7 @@ def empty_rows_kernel(site: Site) -> Kernel:
             out.assign("l", "l + tl.sum(p, 1)")
             _add_values(site, out, "(j < N)[:, None]", "")
         out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * M + i, l * {MEAN_ROW!r}, mask=empty)", "marks the row and holds the number of keys averaged")
-        out.assign("scale", f"{1.0 / (1.0 - spec.dropout)!r} / l")
+        out.assign("scale", f"{kept_scale(spec.dropout)!r} / l")
         out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
         for c, index, check in pieces(site, "Out"):
             mask = " & ".join(["empty[:, None]", *([check] if check else [])])

@@ -11,7 +11,7 @@ from ..parts import Site, decode, flatten, local
 from ..program import Program
 from ..writer import Writer
 from .common import mean_share, padded_rows
-from .hopper_captured import read_tiles, tile_bytes
+from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
 
 MOST_VECTORS = 6
@@ -77,6 +77,8 @@ def load_tiles(site: Site, others, halves: int, half: int) -> Partition:
         out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
         out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z')} + i)")
         out.assign("delta", f"tl.load(Delta + {padded_rows('z')} + i)")
+        if left_out(site) != 1.0:
+            out.assign("delta", f"delta * {1.0 / left_out(site)!r}", "dS and what it is subtracted from, over dropout's factor")
         if site.averages:
             mean_share(site, out)
             out.assign("lse2", "tl.where(mean > 0.0, -tl.log2(mean), lse2)")

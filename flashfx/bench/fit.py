@@ -69,7 +69,8 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     spec, p = point.spec, point.problem
     m, n, warps, stages = tiles
     if schedule == "hopper":
-        programs, registers = 1, hopper.registers_per_thread({"one_pass": "keys"}.get(kernel, kernel), p, m, n, hopper.is_heavy(spec))
+        name = {"one_pass": "keys"}.get(kernel, kernel)
+        programs, registers = 1, hopper.registers_per_thread(name, p, m, n, hopper.is_heavy(spec, name))
     else:
         registers = registers_per_thread(kernel, tiles, p, spec)
         programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu), registers)
