@@ -7,6 +7,8 @@ of the query and a value of the key (`doc[b, i] == doc[b, j]`) the intervals of 
 """
 from __future__ import annotations
 
+import contextlib
+
 from ...expr import INT, Call, Expr, Var, conjuncts, substitute
 from ...spec import AttentionSpec
 from ..parts import decode, extent
@@ -67,56 +69,90 @@ def blocks_kernel(mask: AttentionSpec) -> Kernel:
     decode(out, mask.axes, "z")
     out.assign("last", "tl.minimum(first + BLOCK, M)")
     out.assign("j", "j0 + tl.arange(0, BLOCK)")
-    out.assign("some", "tl.program_id(0) * 0")
-    out.assign("every", "some + 1")
+    out.assign("seen", "tl.program_id(0) * 0", "visible elements")
     scalars = Program(mask, out, inner="i", columns="j")
-    possible = _possible(mask, scalars, out)
-    if possible:
-        with out.block(f"if {' & '.join(possible)}:", "else nothing is visible"):
-            _evaluate(mask, scalars, out)
-    else:
-        _evaluate(mask, scalars, out)
-    out.line("tl.store(Kinds + tl.program_id(0), some + some * every * (j0 + BLOCK <= N).to(tl.int32))", "blocks that reach beyond the last key are partial")
+    edges, decided = _edges(mask, scalars, out)
+    pairs = [p for p in map(separable, conjuncts(mask.visible)) if p is not None]
+    with _if(out, edges, "else nothing is visible"):
+        possible, certain = _intervals(pairs, scalars, out)
+        with _if(out, possible, "else no value of the rows is one of the keys" if pairs else ""):
+            whole = len(decided) + len(pairs) == len(conjuncts(mask.visible))
+            if whole:
+                out.assign("certain", " & ".join(["(j0 + BLOCK <= N)", *(x for found in decided for x in found), *certain]), "all of it is visible")
+            with _if(out, ["certain == 0"] if whole else [], ""):
+                _evaluate(mask, scalars, out)
+            if whole:
+                out.assign("seen", "tl.where(certain, (last - first) * BLOCK, seen)")
+    kind = "tl.where(seen == (last - first) * BLOCK, 2, tl.minimum(seen, 1))"
+    out.line(f"tl.store(Kinds + tl.program_id(0), {kind})", "blocks that reach beyond the last key are partial")
     return kernel
+
+
+@contextlib.contextmanager
+def _if(out: Writer, conditions: list[str], comment: str):
+    if not conditions:
+        yield
+        return
+    with out.block(f"if {' & '.join(conditions)}:", comment):
+        yield
 
 
 def _evaluate(mask: AttentionSpec, scalars: Program, out: Writer) -> None:
     program = Program(mask, out.section(), inner="i", columns="j", beside=scalars)
+    out.assign("count", "tl.zeros([ROWS, BLOCK], tl.int32)")
     with out.block("for row in tl.range(first, last, ROWS):"):
         out.assign("i", "row + tl.arange(0, ROWS)")
         program.enter(out, [mask.visible])
-        out.assign("visible", f"tl.broadcast_to({program.tile(mask.visible)}, ROWS, BLOCK)")
-        out.assign("inside", "(i < M)[:, None] & (j < N)[None, :]")
-        out.assign("some", "tl.maximum(some, tl.max(tl.max((visible & inside).to(tl.int32), 1), 0))")
-        out.assign("every", "tl.minimum(every, tl.min(tl.min((visible | (inside == 0)).to(tl.int32), 1), 0))")
+        out.assign("visible", f"{program.tile(mask.visible)} & (i < M)[:, None] & (j < N)[None, :]")
+        out.assign("count", "count + visible.to(tl.int32)")
+    out.assign("seen", "tl.sum(count)")
 
 
-def _possible(mask: AttentionSpec, scalars: Program, out: Writer) -> list[str]:
-    """Scalar conditions without which the block is empty."""
+def _edges(mask: AttentionSpec, scalars: Program, out: Writer) -> tuple[list[str], list[list[str]]]:
+    """Scalar conditions by the closed form: those without which the block is empty, and of each conjunct that has one those with which it holds everywhere."""
     found = bounds(mask.visible, "j")
     edges = [e for e in (found.lo, found.hi) if e.variables and e != Var("N")]
-    if any(x in e.leaves for e in edges for x in (Var("i0"), Var("i1"))):
+    closed = [bounds(c, "j") for c in conjuncts(mask.visible) if not c.loads]
+    inner = [(f.full_lo, f.full_hi) for f in closed if f.has_full]
+    if any(x in e.leaves for e in (*edges, *(e for ends in inner for e in ends)) for x in (Var("i0"), Var("i1"))):
         out.assign("i0", "first")
         out.assign("i1", "last - 1")
-    conditions = [f"(j0 + BLOCK > {scalars.value(found.lo)})" if e is found.lo else f"(j0 < {scalars.value(found.hi)})" for e in edges]
-    pairs = [p for p in map(_separable, conjuncts(mask.visible)) if p is not None]
+    empty = [f"(j0 + BLOCK > {scalars.value(found.lo)})" if e is found.lo else f"(j0 < {scalars.value(found.hi)})" for e in edges]
+    return empty, [[f"(j0 >= {scalars.value(lo)})", f"(j0 + BLOCK <= {scalars.value(hi)})"] for lo, hi in inner]
+
+
+def _intervals(pairs: list[tuple[str, Expr, Expr]], scalars: Program, out: Writer) -> tuple[list[str], list[str]]:
+    """Scalar conditions by the intervals of both sides of each pair: those without which the block is empty, and those with which they hold everywhere."""
     if pairs:  # the last query or key repeats beyond the end, which no interval sees
         out.assign("block_rows", "tl.minimum(first + tl.arange(0, BLOCK), M - 1)")
         out.assign("block_keys", "tl.minimum(j0 + tl.arange(0, BLOCK), N - 1)")
     names = {Var("i"): Var("block_rows"), Var("j"): Var("block_keys")}
+    possible, certain = [], []
     for n, (op, row, key) in enumerate(pairs):
-        rows, keys = (out.assign(f"{side}_{n}", scalars.value(substitute(e, names))) for side, e in (("rows", row), ("keys", key)))
-        if op in ("eq", "le", "lt"):
-            conditions.append(f"(tl.min({rows}, 0) {'<' if op == 'lt' else '<='} tl.max({keys}, 0))")
-        if op in ("eq", "ge", "gt"):
-            conditions.append(f"(tl.max({rows}, 0) {'>' if op == 'gt' else '>='} tl.min({keys}, 0))")
-    return conditions
+        for side, e in (("row", row), ("key", key)):
+            values = scalars.value(substitute(e, names))
+            for end in ("min", "max"):
+                out.assign(f"{end}_{side}_{n}", f"tl.{end}({values}, 0)")
+        for sign in SIGNS[op]:
+            row, key = ("min", "max") if sign[0] == "<" else ("max", "min")
+            possible.append(f"({row}_row_{n} {sign} {key}_key_{n})")
+        certain += certain_where(op, n)
+    return possible, certain
+
+
+SIGNS = {"eq": ("<=", ">="), "lt": ("<",), "le": ("<=",), "gt": (">",), "ge": (">=",)}
+
+
+def certain_where(op: str, n: int) -> list[str]:
+    """Conditions on the intervals of pair `n` under which it holds everywhere."""
+    ends = {"<": ("max", "min"), ">": ("min", "max")}
+    return [f"({ends[sign[0]][0]}_row_{n} {sign} {ends[sign[0]][1]}_key_{n})" for sign in SIGNS[op]]
 
 
 _MIRRORED = {"eq": "eq", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 
 
-def _separable(e: Expr) -> tuple[str, Expr, Expr] | None:
+def separable(e: Expr) -> tuple[str, Expr, Expr] | None:
     """(comparison, value of the row, value of the key) of `doc[b, i] == doc[b, j]` and its kind, if it reads a captured tensor."""
     if not isinstance(e, Call) or e.op not in _MIRRORED or not e.loads or any(a.kind != INT for a in e.args):
         return None
