@@ -9,7 +9,7 @@ from .program import local
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
-from .schedules import hopper_backward, hopper_forward
+from .schedules import hopper_around, hopper_backward, hopper_forward
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, turns_shape
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
@@ -21,9 +21,9 @@ def kernels(site: Site) -> dict[str, Kernel]:
     if site.warpgroups:
         found = {"forward": hopper_forward.forward_kernel(site)}
         if hopper_forward.is_uneven(site):
-            found["reset"] = hopper_forward.reset_kernel(site)
+            found["reset"] = hopper_around.reset_kernel(site)
         if site.averages:
-            found["empty rows"] = hopper_forward.empty_rows_kernel(site)
+            found["empty rows"] = hopper_around.empty_rows_kernel(site)
     else:
         found = {"forward": forward_kernel(site)}
     if any(site.needs):

@@ -15,6 +15,7 @@ from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, piece
 from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..writer import Writer
+from .hopper_vectors import vector_bytes
 
 ROWS = 64
 """Rows of one warpgroup's matrix instruction (wgmma)."""
@@ -198,7 +199,7 @@ def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
     if override:
         out.assign("count", f"tl.where({override}, tl.cdiv({size}, {block}), count)", "a row that averages v reads every tile")
         out.assign("partial_tiles", f"tl.where({override}, count, partial_tiles)")
-    return "t < partial_tiles"
+    return "(t < partial_tiles)"
 
 
 def tile_start(site: Site, x: str, t: str, override: str = "") -> str:
@@ -226,12 +227,13 @@ def is_simple(spec: AttentionSpec) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
-    """Does a score need registers of its own: dropout's random bits in backward, functions, a mask that loads by row, addresses of loads across rows?"""
+    """Does a score need registers of its own: functions, addresses of loads across rows, and in backward dropout's random bits
+    and a mask that loads by row?"""
     raw = peel(spec.score)[0]
     functions = any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(raw))
     by_row = any(load.variables & {"i", "j"} == {"i"} for load in spec.visible.loads)
     across = any({"i", "j"} <= load.variables and load.index[-1] != Var("j") for load in spec.loads)
-    return functions or by_row or across or kernel == "keys" and spec.dropout > 0
+    return functions or across or kernel == "keys" and (by_row or spec.dropout > 0)
 
 
 def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:
@@ -240,9 +242,6 @@ def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, determinis
         return "where every tile of keys begins at the first row, they wait for each other too long"
     if problem.M <= ROWS:
         return f"{problem.M} query rows leave its second warpgroup idle"
-    by_row = any(load.variables & {"i", "j"} == {"i"} for load in spec.visible.loads)
-    if direction == "forward" and by_row and max(problem.D, problem.Dv) <= 64:
-        return "masks that read a tensor at the row were not measured in it at head sizes up to 64"
     if problem.D != problem.Dv and direction == "backward":  # forward at 192 and 128, N = 4096: 643 against 441 TFLOP/s
         return f"head sizes {problem.D} and {problem.Dv} were not measured in it yet"
     return None
@@ -275,7 +274,8 @@ def _captured_bytes(spec: AttentionSpec, m: int, n: int, tiled: Sequence[str]) -
 
 def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str]) -> int:
     """Is there shared memory for the next query rows while the output is stored from the place of the ones before?"""
-    return 1 + (_forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + 2 * m * padded(problem.D) <= 227 * 1024)
+    held = _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + vector_bytes(spec, m, n, stages)
+    return 1 + (held + 2 * m * padded(problem.D) <= 227 * 1024)
 
 
 def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False) -> int:
@@ -284,7 +284,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     queries = q_tiles(spec, problem, m, n, stages, tiled)
     handed = None if listed else _handed(kernel, spec, problem, m, stages, queries)
     if kernel == "forward":
-        more = 2 * m * d * (queries - 1)
+        more = 2 * m * d * (queries - 1) + vector_bytes(spec, m, n, stages)
         return _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + more + (0 if handed is None else handed - 2048)
     copies = stages if max(d, dv) <= 64 else 1  # of dS
     rows = 2 if handed is not None else 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes

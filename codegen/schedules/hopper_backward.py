@@ -18,6 +18,7 @@ from .common import Body, scaled
 from .hopper import barriers, block_shape, is_heavy, is_simple, listed_tiles, position, reserve, segments, tile_view, tma_arguments
 from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, is_split, names, predecessor, sum_dq, turns
+from .hopper_vectors import cut, groups, last_of_tile
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
 WARPS = 8
@@ -156,6 +157,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
     out.assign("key0", "j0")
     out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
     out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
+    last_of_tile(site, out, "i", "key0", "BLOCK_N")
     program = Program(spec, out.section(), inner="i", columns="i", varying=others)
     body = Body(site, program, transposed=True)
     out.assign("zeros", "gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)")
@@ -206,9 +208,8 @@ def _score_gradient(site: Site, body: Body, out: Writer) -> None:
     out.assign("delta", from_ring("delta_ring"))
     scale = kept_scale(spec.dropout)
     if is_signed(site):
-        kept = "(slope + tl.abs(slope))" if doubles(site) else "tl.where(slope > 0.0, slope, 0.0)"  # not p: it would be kept in registers
-        times = f"(dp * {scale!r})" if left_out(site) == 1.0 else "dp"
-        out.assign("ds", f"{kept} * {times} - tl.abs(slope) * delta[None, :]")
+        within = 1.0 if doubles(site) else 0.5 * scale / left_out(site)  # |x| + x is 2 p: p itself would be kept in registers
+        out.assign("ds", f"(slope + tl.abs(slope)) * {'dp' if within == 1.0 else f'(dp * {within!r})'} - tl.abs(slope) * delta[None, :]")
     else:
         if spec.dropout:
             out.assign("dp", f"tl.where(keep, dp * {scale!r}, 0.0)")
@@ -254,6 +255,12 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     def hide(hidden: str, value: str, mean: str) -> None:
         """Where the mask hides a key, `value` becomes `hidden`; in rows that average v, `mean` where they do."""
         def inside() -> None:
+            closed, others = groups(spec, "i")
+            if closed and others and not site.averages:
+                with program.branch(), out.block(f"if {' | '.join([*(['(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
+                    out.assign(value, f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
+                out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
+                return
             seen = [*beyond, *(program.tile(v) for v in visible)]
             text = f"tl.where({' & '.join(seen)}, {value}, {hidden})" if seen else value
             if site.averages:
@@ -320,6 +327,7 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
     out.assign("key0", f"j0 + PART * {HALF}")
     out.assign("j", f"key0 + gl.arange(0, {HALF}, keywise)")
     out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
+    last_of_tile(site, out, "i", "key0", HALF)
     program = Program(spec, out.section(), inner="i", columns="i", varying=others)
     body = Body(site, program, transposed=True)
     out.assign("zeros", f"gl.zeros([{HALF}, BLOCK_M], gl.float32, scores)")

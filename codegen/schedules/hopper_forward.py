@@ -8,13 +8,13 @@ from __future__ import annotations
 from ...expr import Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Site, arguments, base, count, decode, head_index, matrix, pieces
+from ..parts import LOG2E, Site, count, decode, matrix, pieces
 from ..philox import kept_scale, threshold
 from ..program import Program, local
-from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
-from .forward import _add_values, heavy_last, is_finite
+from .forward import heavy_last, is_finite
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
+from .hopper_vectors import PLACES, by_hand, compared, cut, groups, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -50,8 +50,9 @@ def forward_kernel(site: Site) -> Kernel:
                                           f"{tiles_name('Out', c)}.layout)")
     if is_uneven(site):
         out.assign("next_number", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+    reserve_vectors(site, out)
     barriers(out, site.q_tiles, {"q_full": 2 if is_uneven(site) else 1, "q_empty": warpgroups})
-    barriers(out, "STAGES", {"k_full": 1, "k_empty": warpgroups, "v_full": 1, "v_empty": warpgroups})
+    barriers(out, "STAGES", {"k_full": 1 + by_hand(site), "k_empty": warpgroups, "v_full": 1, "v_empty": warpgroups})
     out.line("fence_async_shared()")
     locate, returns, partial = _locate(site)
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
@@ -83,9 +84,9 @@ def _locate(site: Site) -> tuple[Partition, list[str], str]:
     decode(out, axes, "z")
     if any(Var("i1") in e.leaves for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi)):
         out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
-    program = Program(spec, out.section(), inner="j")
     if site.listed:
-        return function, ["z", *(local(a) for a in axes), "i0", "blocks", "partial_tiles", "count"], listed_tiles(site, out, "j")
+        return function, ["z", *(local(a) for a in axes), "i0"], "t < partial_tiles"
+    program = Program(spec, out.section(), inner="j")
     partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.whole, site.can_be_empty)
     out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
     extra = [name for name in ("full_start", "full_stop") if name in partial]
@@ -116,18 +117,22 @@ def _load_tiles(site: Site, locate: str) -> Partition:
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
 
-    def announce() -> None:
+    def announce(beside: dict[str, str]) -> None:
         out.assign("q_slot", _q_slot(site))
         out.line(f"mbarrier.wait(q_empty.index(q_slot), {_q_phase(site)} ^ 1)")
         if uneven:
-            out.line("next_number.index(q_slot).store(gl.full([1], number, gl.int32, lane))")
+            for name, value in ({"next_number": "gl.full([1], number, gl.int32, lane)"} | beside).items():
+                out.line(f"{name}.index(q_slot).store({value})")
             out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
 
     with out.block("while number < work:"):
         if uneven:
             out.assign("following", "tl.num_programs(0) + gl.atomic_add(Taken, 1)", "known by the time it is needed")
         out.line(locate)
-        announce()
+        if site.listed:
+            listed_tiles(site, out, "j")
+        beside, program = read_rows(site, out)
+        announce(beside)
         out.line(f"mbarrier.expect(q_full.index(q_slot), BLOCK_M * {width * 2})")
         for n in range(site.warpgroups):
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
@@ -136,6 +141,7 @@ def _load_tiles(site: Site, locate: str) -> Partition:
             out.assign("j0", tile_start(site, "j", "t"))
             out.assign("slot", "tile % STAGES")
             out.assign("phase", "tile // STAGES & 1")
+            beside = read_keys(site, program, out)
             for letter, operand, captured in (("k", "K", tile_bytes(site)), ("v", "V", "")):
                 wide = sum(c.width for c, _, _ in pieces(site, operand))
                 out.line(f"mbarrier.wait({letter}_empty.index(slot), phase ^ 1)")
@@ -143,11 +149,15 @@ def _load_tiles(site: Site, locate: str) -> Partition:
                 read_by_tma(site, out, operand, "j0", "BLOCK_N", f"{letter}_full.index(slot)", f"{letter}_ring", "slot", expect=False)
                 if captured:
                     read_tiles(site, out, "k_full", site.warpgroups, rows=ROWS)
+                if letter == "k" and beside:
+                    for name, value in beside.items():
+                        out.line(f"{name}.index(tile % {PLACES}).store({value})")
+                    out.line("mbarrier.arrive(k_full.index(slot), count=1)")
             out.assign("tile", "tile + 1")
         out.assign("number", "following" if uneven else "number + tl.num_programs(0)")
         out.assign("turn", "turn + 1")
     if uneven:
-        announce()
+        announce({})
         out.line("mbarrier.arrive(q_full.index(q_slot), count=1)", "no tile is left")
     return producer
 
@@ -171,16 +181,21 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
         out.line(locate)
         out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
         out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
-        program = Program(spec, out.section(), inner="j")
+        last_of_tile(site, out, "j", "i0", ROWS)
         out.assign("q_slot", _q_slot(site))
+        before = out.section()
         out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
+        behind = out.section()
+        program = Program(spec, out.section() if vectors(spec, "i") else before, inner="j")
+        rows_from_rings(site, program, behind, ROWS)
         out.assign("own", f"q_slot * {site.warpgroups} + WARPGROUP" if several else "WARPGROUP")
         for c in site.qk_chunks:
             out.assign(f"q{c.suffix}", tile_view("q_tile", c, "own", ROWS))
         out.assign("slot", "tile % STAGES")
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
         _issue_scores(site, out, "slot")
-        out.assign("j0", "start" if not site.listed else tile_start(site, "j", "0"))
+        if not site.listed:
+            out.assign("j0", "start")
         _enter(site, program, out, partial)
         out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
         _leave_keys(site, out)
@@ -192,7 +207,8 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
         for c in site.v_chunks:
             out.assign(f"acc{c.suffix}", f"gl.zeros([{ROWS}, {c.width}], gl.float32, values{c.suffix})")
         with out.block("for t in tl.range(1, count):"):
-            out.assign("j0", tile_start(site, "j", "t"))
+            if not site.listed:
+                out.assign("j0", tile_start(site, "j", "t"))
             out.assign("previous", "tile % STAGES")
             out.assign("previous_phase", "tile // STAGES & 1")
             out.assign("tile", "tile + 1")
@@ -260,6 +276,7 @@ def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
     """Begin a tile of keys: its indices, and the loads across rows and keys that TMA cannot do, which come while the products run."""
     visible = [site.spec.visible] if site.spec.is_masked and partial else []
     program.enter(out, [site.raw, *visible], () if partial and not site.whole else "j")
+    keys_from_rings(site, program, out)
     if partial or Var("j") in site.raw.leaves:
         out.assign("j", "j0 + cols")
     tiled = tile_loads(site)
@@ -278,9 +295,19 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
     raw = program.tile(site.raw)
     out.assign("raw", raw)
     if partial:
+        def hide_by(parts: list) -> None:
+            out.assign("raw", f'tl.where({" & ".join([*parts])}, raw, float("-inf"))')
+
         def hide() -> None:
-            seen = [*(["(j < N)[None, :]"] if beyond else []), *([program.tile(visible)] if visible is not None else [])]
-            out.assign("raw", f'tl.where({" & ".join(seen)}, raw, float("-inf"))')
+            ends, (closed, others) = ["(j < N)[None, :]"] * beyond, groups(spec, "j")
+            if not closed or not others:
+                return hide_by([*ends, *([program.tile(visible)] if visible is not None else [])])
+            with program.branch(), out.block(f"if {cut(site, program, 'j', not beyond)}:"):
+                hide_by([*ends, *map(program.tile, closed)])
+            if not compared(spec):
+                return hide_by([*map(program.tile, others)])
+            with program.branch(), out.block("if is_cut != 0:"):
+                hide_by([*map(program.tile, others)])
         if partial == "True" or first and site.listed:  # the list begins with partial tiles
             hide()
         else:
@@ -329,54 +356,3 @@ def _finish(site: Site, out: Writer) -> None:
     for c in site.v_chunks:
         tile, index = place(c)
         out.line(f"tma.async_copy_shared_to_global({tiles_name('Out', c)}, {position(site, 'Out', 'i0', c)}, {tile}{c.suffix}.index({index}))")
-
-
-def reset_kernel(site: Site) -> Kernel:
-    kernel = Kernel("attention_reset", "Before the forward kernel: no tile is taken yet.", {"Taken": "taken"}, (), "RESET")
-    kernel.body.line("tl.store(Taken, 0)")
-    return kernel
-
-
-def empty_rows_kernel(site: Site) -> Kernel:
-    """After the forward kernel: rows that see no key get the mean of v over the keys of `empty_over`, and their mark in the log-sum-exp.
-
-    Which rows they are is known only when all keys were read, too late for the warp that copies tiles; few programs find one.
-    """
-    spec = site.spec
-    kernel = Kernel("attention_empty_rows", "One program: those of the rows i0 <= i < i0 + BLOCK_M that see no key average v.",
-                    arguments(site, {}), ("BLOCK_M", "BLOCK_N"), "EMPTY_ROWS")
-    out = kernel.body
-    out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
-    out.assign("z", "tl.program_id(0) // tiles")
-    decode(out, spec.axes, "z")
-    out.assign("i0", "tl.program_id(0) % tiles * BLOCK_M")
-    out.assign("rows", "tl.arange(0, BLOCK_M)")
-    out.assign("cols", "tl.arange(0, BLOCK_N)")
-    out.assign("i", "i0 + rows")
-    out.assign("lse", "tl.load(Lse + tl.cast(z, tl.int64) * M + i, mask=i < M, other=0.0)")
-    out.assign("empty", 'lse == float("-inf")')
-    with out.block("if tl.max(empty.to(tl.int32)) > 0:"):
-        head_index(site, out, "e")
-        if spec.dropout:
-            out.assign("seed", "tl.load(Seed)")
-        matrix(site, out, "V")
-        program = Program(spec, out.section(), inner="j")
-        out.assign("l", "tl.zeros([BLOCK_M], tl.float32)")
-        for c in site.v_chunks:
-            out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)")
-        with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
-            out.assign("j", "j0 + cols")
-            program.enter(out, [spec.empty_over])
-            over = program.tile(spec.empty_over)
-            conditions = ["empty[:, None]", "(j < N)[None, :]", *([over] if over != "True" else [])]
-            out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(conditions)}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
-            out.assign("l", "l + tl.sum(p, 1)")
-            _add_values(site, out, "(j < N)[:, None]", "")
-        out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * M + i, l * {MEAN_ROW!r}, mask=empty)", "marks the row and holds the number of keys averaged")
-        out.assign("scale", f"{kept_scale(spec.dropout)!r} / l")
-        out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
-        for c, index, check in pieces(site, "Out"):
-            mask = " & ".join(["empty[:, None]", *([check] if check else [])])
-            offsets = f"rows[:, None] * stride_o_m + {index}[None, :] * stride_o_d"
-            out.line(f"tl.store(out_tile + {offsets}, (acc{c.suffix} * scale[:, None]).to(Out.dtype.element_ty), mask={mask})")
-    return kernel
