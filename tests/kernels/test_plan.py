@@ -143,6 +143,13 @@ def test_a_spec_longer_than_a_line_is_read_back(tmp_path, monkeypatch):
     assert str(s.mask()).splitlines()[2] in blocks_module(s.mask()).__doc__
 
 
+@pytest.mark.parametrize("rate, schedule", [("0.1", "hopper"), ("0.001", "triton"), ("0.97", "triton")])
+def test_rates_that_need_whole_words_are_not_warp_specialised(rate, schedule):
+    for direction in DIRECTIONS:
+        plan = make_plan(spec(replace(MORE["dropout"], drop=rate)), problem("self", 64, "bfloat16", M=1024), gpu.BY_NAME["H200"], direction)
+        assert plan.schedule == schedule and ("takes more than 15 random bits" in plan.reason) == (schedule == "triton")
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_kernel_takes_only_what_it_uses(name):
     """No argument without a use, no dropout without dropout, no line that only fills space."""
