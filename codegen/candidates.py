@@ -11,6 +11,10 @@ from .gpu import GPU
 from .largest import largest
 from .limits import LIMIT, padded, registers_per_thread, resident, shared_bytes, units
 from .schedules import hopper
+from .split import number
+
+GAIN = 1.1
+"""How much faster splitting the keys must be predicted to be."""
 
 Tiles = tuple[int, int, int, int]
 """(BLOCK_M, BLOCK_N, num_warps, num_stages)."""
@@ -18,13 +22,14 @@ Tiles = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tiles with what they need. unfit: why they cannot be had, or "". seconds: of the kernel, predicted; infinite where unfit."""
+    """Tiles with what they need. unfit: why they cannot be had, or "". seconds: of the kernel, predicted; infinite where unfit. parts: as `Plan.parts`."""
 
     tiles: Tiles
     shared: int
     registers: float
     unfit: str = ""
     seconds: float = float("inf")
+    parts: int = 1
 
     def __str__(self) -> str:
         m, n, warps, stages = self.tiles
@@ -90,7 +95,22 @@ def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, 
     elif registers > limit:
         unfit = f"about {registers:.0f} registers, {limit:.0f} can be had"
     found = Candidate(tiles, shared, registers, unfit)
-    return found if unfit else replace(found, seconds=cost.kernel_cost(schedule, name, tiles, known, gpu, scalar, programs, registers).seconds)
+    if unfit:
+        return found
+    seconds, parts = predicted(schedule, name, tiles, known, gpu, scalar, programs, registers)
+    return replace(found, seconds=seconds, parts=parts)
+
+
+def predicted(schedule: str, kernel: str, tiles: Tiles, known: cost.Facts, gpu: GPU, scalar: bool, programs: int, registers: float) -> tuple[float, int]:
+    """(seconds, parts as `Plan.parts`) of a kernel, its keys split where that is predicted faster. Arguments as `cost.features`."""
+    whole = cost.kernel_cost(schedule, kernel, tiles, known, gpu, scalar, programs, registers).seconds
+    m, n = tiles[:2]
+    parts = number(known.visible, known.z, known.M, known.N, known.given, m, n, gpu.sms * programs) if (schedule, kernel) == ("triton", "forward") else 1
+    if parts == 1:
+        return whole, 1
+    split = cost.kernel_cost(schedule, kernel, tiles, known, gpu, scalar, programs, registers, None, parts).seconds
+    split += cost.kernel_cost(schedule, "combine", tiles, known, gpu, scalar, programs, registers, (parts, 0.0)).seconds
+    return (split, 0) if split * GAIN < whole else (whole, 1)
 
 
 def rounded(problem: Problem) -> Problem:

@@ -25,7 +25,8 @@ from .limits import WIDTHS, padded
 from .parts import chunks
 from .ranges import bounds
 from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STREAM, TURNS, Rate
-from .tiles import classify, estimate
+from .split import number
+from .tiles import classify, estimate, known_names
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -78,6 +79,8 @@ def formulas() -> dict[str, Work]:
         # delta = rowsum(dO * O), and dQ from its float32 sum: no products
         "delta": Work(sympy.Integer(0), sympy.Integer(0), 2 * Z * M * E * W + 3 * LSE * Z * M, sympy.Integer(0), rows),
         "sum": Work(sympy.Integer(0), sympy.Integer(0), Z * M * D * (2 * LSE + W), sympy.Integer(0), rows),
+        # maximum, sum and accumulator of each of T parts of the keys of a row, written by "forward" and read again
+        "combine": Work(sympy.Integer(0), sympy.Integer(0), 2 * LSE * Z * M * T * (E + 2), sympy.Integer(0), Z * M),
     }
 
 
@@ -137,7 +140,7 @@ class Cost:
 def kernels(plan: Plan) -> tuple[tuple[str, Plan], ...]:
     """Names in `formulas` and plans of the kernels of a plan, in the order in which they run."""
     if plan.direction == "forward":
-        return (("forward", plan),)
+        return (("forward", plan), *([("combine", plan)] if plan.parts != 1 else []))
     dense = (("dense", plan.dense),) if plan.dense is not None and not plan.stored else ()
     if plan.rows is None:
         return ("delta", plan), ("one_pass", plan), ("sum", plan), *dense
@@ -150,11 +153,19 @@ def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = Tru
     Tiles that only captured tensors hide count as visible. A call of a fraction of a millisecond: closed forms, no search.
     """
     known, scalar = facts(spec, problem), "float32" in (problem.dtype, problem.v_dtype)
-    return tuple(kernel_cost(own.schedule, kernel, own.tiles, known, own.gpu, scalar, own.resident, own.registers, _counted(spec, problem, own) if exact else None)
+    return tuple(kernel_cost(own.schedule, kernel, own.tiles, known, own.gpu, scalar, own.resident, own.registers,
+                             _counted(spec, problem, own, kernel) if exact or kernel == "combine" else None, parts(known, own))
                  for kernel, own in kernels(plan))
 
 
-def _counted(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[float, float]:
+def parts(known: Facts, plan: Plan) -> int:
+    """Into how many parts a plan splits the keys of a tile of rows."""
+    return plan.parts or number(known.visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots)
+
+
+def _counted(spec: AttentionSpec, problem: Problem, plan: Plan, kernel: str) -> tuple[float, float]:
+    if kernel == "combine":
+        return parts(facts(spec, problem), plan), 0.0
     if 0 in (*problem.extents, problem.M, problem.N):
         return 0.0, 0.0
     counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
@@ -175,7 +186,7 @@ def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
 def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes that all kernels of a plan read and write with SRAM as the only cache, as the papers count them."""
     known = facts(spec, problem)
-    return round(sum(sum(traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own)[0])[2:4]) for kernel, own in kernels(plan)))
+    return round(sum(sum(traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0])[2:4]) for kernel, own in kernels(plan)))
 
 
 @dataclass(frozen=True)
@@ -228,7 +239,7 @@ def facts(spec: AttentionSpec, problem: Problem) -> Facts:
     return Facts(spec.visible, z, max(z // max(own, 1), 1), problem.M, problem.N, padded(problem.D), padded(problem.Dv), WIDTHS[problem.dtype],
                  calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu") + vectors), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
                  tuple(loads), _loops(spec.visible, "j"), _loops(spec.visible, "i"),
-                 (*((axis, e // 2) for axis, e in extents.items()), *zip(spec.sizes, problem.sizes)))
+                 known_names(spec, problem.extents, problem.sizes))
 
 
 def _loops(visible: Expr, over: str) -> int:
@@ -248,19 +259,21 @@ def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> tuple[
 
 
 def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
-             counts: tuple[float, float] | None = None) -> tuple[Rate, float, float, float]:
+             counts: tuple[float, float] | None = None, parts: int = 1) -> tuple[Rate, float, float, float]:
     """(seconds that each term of `Rate` takes at the rates of the data sheet, bytes once, bytes again, seconds of waiting for tiles one by one).
 
     scalar     float32 products, on the ordinary units
     resident   programs that a multiprocessor holds at once
     registers  of a thread, for accumulators, scores and the steps between them
     counts     visible and partial tiles; estimated unless given
+    parts      of the keys of a tile of rows, a program for each
     """
     m, n, warps, stages = tiles
     if not known.z * known.M * known.N:
         return Rate(), 0.0, 0.0, 0.0
     visible, partial = known.tiles(m, n) if counts is None else counts
     products, exps, once, again, outer = traffic(kernel, known, m, n, visible)
+    outer = outer * parts
     if not products or not outer:
         return Rate(launch=1.0), once, again, 0.0
     by_keys, mean = kernel in ("keys", "one_pass"), outer / (gpu.sms * resident)
@@ -291,9 +304,9 @@ def _tail(mean: float) -> float:
 
 
 def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
-                counts: tuple[float, float] | None = None) -> Cost:
+                counts: tuple[float, float] | None = None, parts: int = 1) -> Cost:
     """Predicted cost of one kernel. Arguments as `features`."""
-    found, once, again, waiting = features(schedule, kernel, tiles, known, gpu, scalar, resident, registers, counts)
+    found, once, again, waiting = features(schedule, kernel, tiles, known, gpu, scalar, resident, registers, counts, parts)
     memory, cache = max(once / (gpu.bandwidth * BANDWIDTH), waiting), (once + again) / (gpu.bandwidth * CACHE)
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:

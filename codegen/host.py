@@ -10,6 +10,7 @@ from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules import hopper_around, hopper_backward, hopper_forward
+from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, turns_shape
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
@@ -25,7 +26,7 @@ def kernels(site: Site) -> dict[str, Kernel]:
         if site.averages:
             found["empty rows"] = hopper_around.empty_rows_kernel(site)
     else:
-        found = {"forward": forward_kernel(site)}
+        found = {"forward": forward_kernel(site)} | ({"combine": combine_kernel(site)} if site.parts else {})
     if any(site.needs):
         found["delta"] = delta_kernel(site)
     if site.one_pass:
@@ -98,7 +99,15 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
         if site.warpgroups and hopper_forward.is_uneven(site):
             out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles programs took beside their first")
             found["reset"].call("(1,)", out)
+        if site.parts:
+            out.line(f"parts = {site.parts}", "of the keys, a program for each")
+            shape = _shape(["parts", *(extent(a) for a in site.spec.axes), "M"])
+            out.line(f"part_max, part_sum = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
+            out.line(f"part_out = torch.empty({shape[:-1]}, {site.Dv}), dtype=torch.float32, device=q.device)")
+            grid = f"{grid[:-1]} parts)"
         found["forward"].call(f"(min({site.programs}, {grid[1:-2]}),)" if site.warpgroups else grid, out)
+        if site.parts:
+            found["combine"].call(f"({count(site.spec.axes)} * M,)", out)
         if "empty rows" in found:
             found["empty rows"].call(_grid("EMPTY_ROWS", "BLOCK_M", "M", site.spec.axes), out)
         out.line("return out, lse")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..expr import Const
 from ..spec import BLOCK
-from .parts import Loops, Site, flatten
+from .parts import Loop, Loops, Site, flatten
 from .program import Program
 from .ranges import Bounds
 from .writer import Writer
@@ -62,15 +62,14 @@ class ListedLoops:
     def _start(self, first: str) -> str:
         return f"tl.load(blocks + {first} + t // {self._split}) * {BLOCK} + t % {self._split} * {self.block}"
 
-    def full_head(self) -> tuple[str, list[str]]:
-        return f"for t in tl.range(0, full_blocks * {self._split}):", [f"{self.index}0 = {self._start('2 + partial_blocks')}"]
+    def full_loop(self) -> Loop:
+        return Loop("t", "0", f"full_blocks * {self._split}", lines=(f"{self.index}0 = {self._start('2 + partial_blocks')}",))
 
-    def partial_head(self, out: Writer, override: bool = False) -> tuple[str, list[str]]:
+    def partial_loop(self, out: Writer, override: bool = False) -> Loop:
         start = self._start("2")
         if override:  # the list's row has room for every block, so its loads stay inside
             start = f"tl.where(every, t * {self.block}, {start})"
-        first = "leading" if self.found.lo != Const(0) else "0"
-        return f"for t in tl.range({first}, trailing):", [f"{self.index}0 = {start}"]
+        return Loop("t", "leading" if self.found.lo != Const(0) else "0", "trailing", lines=(f"{self.index}0 = {start}",))
 
 
 def loops(site: Site, index: str, padded: bool) -> Loops | ListedLoops:

@@ -1,7 +1,7 @@
 """What all generated attention kernels share: the site being generated, head-size chunks, batch indices, tile ranges, operands."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Iterable, Sequence
 
@@ -84,6 +84,7 @@ class Site:
     ordered: bool = False        # which adds dQ up in a fixed order
     tiled: tuple[str, ...] = ()  # captured tensors of which the Hopper schedules read tiles by TMA
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
+    parts: str = ""              # into how many parts the host splits the keys of a tile of rows; "" if one program reads them all
 
     @property
     def loads(self) -> list[Load]:
@@ -302,6 +303,29 @@ def product(site: Site, out: Writer, result: str, a: str, b: str, found: Sequenc
 # ------------------------------------------------------------------------------------------------- tile ranges
 
 @dataclass(frozen=True)
+class Loop:
+    """A loop over tiles: its index, where it starts and ends, its step, and the first lines of its body."""
+
+    index: str
+    first: str
+    last: str
+    step: str = ""
+    lines: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> str:
+        return f"for {self.index} in tl.range({self.first}, {self.last}{', ' * bool(self.step)}{self.step}):"
+
+    def of_part(self, out: Writer) -> Loop:
+        """The tiles of it that fall to this program where the second dimension of the grid counts parts of the keys: as many to each, but for the last."""
+        length = self.last if self.first == "0" else f"{self.last} - {self.first}"
+        share = f"tl.cdiv({length}, {self.step} * tl.num_programs(1)) * {self.step}" if self.step else f"tl.cdiv({length}, tl.num_programs(1))"
+        out.assign("share", share)
+        out.assign("first", "part * share" if self.first == "0" else f"{self.first} + part * share")
+        return replace(self, first="first", last=f"tl.minimum(first + share, {self.last})")
+
+
+@dataclass(frozen=True)
 class Loops:
     """The loops over the tiles of one index: which exist, and how their tile starts are written.
 
@@ -356,22 +380,21 @@ class Loops:
                 if self.full:
                     out.assign("full_stop", f"tl.where({override}, {size}, full_stop)")
 
-    def full_head(self) -> tuple[str, list[str]]:
-        """The loop over full tiles and the first lines of its body."""
-        last = self.size if self.padded else f"{self.size} // {self.block} * {self.block}"
-        ends = f"0, {last}" if self.found.is_total else f"full_start, {self.size if self.partial_first else 'full_stop'}"
-        return f"for {self.index}0 in tl.range({ends}, {self.block}):", []
+    def full_loop(self) -> Loop:
+        """Over the full tiles."""
+        if self.found.is_total:
+            return Loop(f"{self.index}0", "0", self.size if self.padded else f"{self.size} // {self.block} * {self.block}", self.block)
+        return Loop(f"{self.index}0", "full_start", self.size if self.partial_first else "full_stop", self.block)
 
-    def partial_head(self, out: Writer, override: bool = False) -> tuple[str, list[str]]:
-        """The loop over partial tiles and the first lines of its body."""
+    def partial_loop(self, out: Writer, override: bool = False) -> Loop:
+        """Over the partial tiles."""
         x, block = f"{self.index}0", self.block
         if self.found.is_total:
-            return f"for {x} in tl.range({self.size} // {block} * {block}, {self.size}, {block}):", []
+            return Loop(x, f"{self.size} // {block} * {block}", self.size, block)
         if not self.full or self.partial_first:
-            return f"for {x} in tl.range(start, {'full_start' if self.full else 'stop'}, {block}):", []
+            return Loop(x, "start", "full_start" if self.full else "stop", block)
         if self.found.starts_full and not override:
-            return f"for {x} in tl.range(full_stop, stop, {block}):", []
+            return Loop(x, "full_stop", "stop", block)
         out.assign("leading", f"tl.cdiv(full_start - start, {block})", "partial tiles lie on both sides of the full ones")
         out.assign("trailing", f"tl.cdiv(stop - full_stop, {block})")
-        tile = f"{x} = tl.where(t < leading, start + t * {block}, full_stop + (t - leading) * {block})"
-        return "for t in tl.range(0, leading + trailing):", [tile]
+        return Loop("t", "0", "leading + trailing", lines=(f"{x} = tl.where(t < leading, start + t * {block}, full_stop + (t - leading) * {block})",))

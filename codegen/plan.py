@@ -16,15 +16,15 @@ from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
-from .candidates import Candidate, ranked, rounded
+from .candidates import Candidate, predicted, ranked, rounded
 from .gpu import GPU
 from .limits import has_relative, registers_per_thread, resident, shared_bytes, units
 from .schedules import hopper, hopper_captured
 
 DIRECTIONS = ("forward", "backward")
 SCHEDULES = ("triton", "hopper")
-OVERRIDE: dict[str, tuple[int, int, int, int] | str] = {}
-"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), and "schedule" -> one of SCHEDULES; set by `overridden`."""
+OVERRIDE: dict[str, tuple[int, int, int, int] | str | int] = {}
+"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), "schedule" -> one of SCHEDULES, "parts" -> as in `Plan`; set by `overridden`."""
 
 PINNED: dict[tuple[AttentionSpec, str], dict] = {}
 """(spec, direction) -> what `overridden` takes; set by `tuning.pin`."""
@@ -45,6 +45,7 @@ class Plan:
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
     stored     captured tensor whose gradient their backward stores as it goes
     ordered    their backward adds dQ up in a fixed order
+    parts      into how many parts the forward kernel's keys are split, a program for each: 1, or 0 for as many as `split.number` says
     reason     why these tiles
     """
 
@@ -67,6 +68,7 @@ class Plan:
     tiled: tuple[str, ...] = ()
     stored: str = ""
     ordered: bool = False
+    parts: int = 1
 
     @property
     def tiles(self) -> tuple[int, int, int, int]:
@@ -79,6 +81,11 @@ class Plan:
         return 1 if self.schedule == "hopper" else resident(self.gpu, self.num_warps, self.shared, self.registers)
 
     @property
+    def slots(self) -> int:
+        """Programs that the card holds at once."""
+        return self.gpu.sms * self.resident
+
+    @property
     def options(self) -> dict[str, int]:
         if self.schedule == "hopper":
             return hopper.options(self.kernel, self.BLOCK_M, self.BLOCK_N, self.num_warps, self.num_stages)
@@ -89,16 +96,19 @@ class Plan:
                f"{self.shared / 1024:.0f} KiB shared{', TMA' if self.descriptors else ''}")
         if self.listed:
             own += f", tiles from a list of {BLOCK}x{BLOCK} blocks made at run time"
+        if self.parts != 1:
+            own += ", keys in parts"
         parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
         return f"{self.schedule} on {self.gpu.name}: {'; '.join(parts)} ({self.reason})"
 
 
 @contextlib.contextmanager
-def overridden(schedule: str | None = None, **tiles: tuple[int, int, int, int]):
+def overridden(schedule: str | None = None, parts: int | None = None, **tiles: tuple[int, int, int, int]):
     """For tests and sweeps: overridden(forward=(64, 32, 4, 2), keys=…, rows=…, dense=…) while the block runs.
 
     schedule  "triton": the portable schedule everywhere; "hopper": the Hopper schedule wherever it can run, short rows too. Without it,
               tiles are the portable schedule's.
+    parts     of the keys in the portable forward kernel: 1 for none, 0 for as many as fill the card, else that many
     """
     unknown = set(tiles) - {"forward", "keys", "rows", "dense"}
     if unknown:
@@ -106,7 +116,7 @@ def overridden(schedule: str | None = None, **tiles: tuple[int, int, int, int]):
     if schedule not in (None, *SCHEDULES):
         raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
     before = dict(OVERRIDE)
-    OVERRIDE.update(tiles | ({"schedule": schedule} if schedule else {}))
+    OVERRIDE.update(tiles | ({"schedule": schedule} if schedule else {}) | ({} if parts is None else {"parts": parts}))
     try:
         yield
     finally:
@@ -134,6 +144,9 @@ def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gp
         if kernel == "dense" and has_relative(spec):  # so that every tile of a diagonal of tiles has the same diagonals
             tiles = (min(tiles[:2]), min(tiles[:2]), *tiles[2:])
         chosen = Candidate(tiles, shared_bytes(kernel, tiles, problem, spec, gpu), registers_per_thread(kernel, tiles, problem, spec))
+        if kernel == "forward":
+            chosen = replace(chosen, parts=predicted("triton", kernel, tiles, cost.facts(spec, rounded(problem)), gpu, units(problem, gpu) == "fma",
+                                                     resident(gpu, tiles[2], chosen.shared, chosen.registers), chosen.registers)[1])
     else:
         _check_types(problem, gpu)
         offers = ranked("triton", kernel, spec, rounded(problem), gpu)
@@ -142,7 +155,8 @@ def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gp
             raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {chosen.tiles[0]}x{chosen.tiles[1]} tiles need {chosen.shared} bytes of shared "
                             f"memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
         reason = _reason(offers, gpu, units(problem, gpu) == "wgmma" and kernel != "dense")
-    return Plan("triton", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), descriptors, reason, chosen.registers)
+    parts = OVERRIDE.get("parts", chosen.parts) if kernel == "forward" else 1
+    return Plan("triton", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), descriptors, reason, chosen.registers, parts=parts)
 
 
 def _reason(offers: tuple[Candidate, ...], gpu: GPU, predictable: bool) -> str:

@@ -22,7 +22,8 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
     delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full do_empty key0 sum_tile Sum Taken blocks partial_tiles average words kept next_qk next_acc next_dp
     next_dv next_dk next_dq
-    Turns turn turns seen wanted previous first_before last_before added""".split())
+    Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
+    weight parts_of""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {

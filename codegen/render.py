@@ -14,7 +14,7 @@ from . import gluon
 from .parts import KEEP_TILE, Site
 from .load import load
 from .plan import Plan, all_needs, make_plan
-from .schedules import hopper
+from .schedules import combine, hopper
 from .program import helpers
 from .schedules.blocks import LISTS, ROWS, blocks_kernel
 from .writer import WIDTH, Writer
@@ -36,6 +36,11 @@ WHOLE = BLOCK
 """Every BLOCK_N divides this."""
 
 
+def parts_expression(plan: Plan) -> str:
+    """How the host function finds the number of parts of the keys; "" if they are not split."""
+    return "" if plan.parts == 1 else str(plan.parts) if plan.parts else f"parts_of(SPEC, sizes, M, N, FORWARD, {plan.slots})"
+
+
 def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None, backward: Plan | None = None) -> Site:
     """needs: which of (q, k, v, *aux) get gradients; all that are floats unless given."""
     return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
@@ -43,7 +48,7 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
                 plan.BLOCK_M // 64 if plan.schedule == "hopper" else 0,
                 hopper.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
                 *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored) if backward is not None
-                  else (False, False, plan.tiled)))
+                  else (False, False, plan.tiled)), parts=parts_expression(plan))
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,
@@ -91,6 +96,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line(f"from flashfx.codegen.captured import {', '.join(sums)}")
     if plan.listed:
         out.line("from flashfx.codegen.blocks import lists_for")
+    if "parts_of(" in body:
+        out.line("from flashfx.codegen.split import parts_of")
     if "long_first(" in body:
         out.line("from flashfx.codegen.order import long_first")
     makers = [name for name in ("tiles_of", "tma_tiles") if f"{name}(" in body]
@@ -112,6 +119,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     out.line(f"PROBLEM = {problem!r}")
     out.line(f"NEEDS = {site.needs!r}", "which of q, k, v and the captured tensors get gradients")
     out.line(f"FORWARD = {plan.options!r}")
+    if site.parts:
+        out.line(f"COMBINE = {{'TOGETHER': {combine.TOGETHER}, 'num_warps': 4}}")
     if "attention_reset" in body:
         out.line("RESET = {'num_warps': 1}")
     if site.warpgroups and site.averages:

@@ -100,6 +100,11 @@ def tile_bounds(spec: AttentionSpec, BLOCK_M: int, M: int, N: int, sizes: Sequen
     return list(zip(*(evaluate(e, env, tensors, None, torch.float64).expand(shape).flatten().tolist() for e in ends)))
 
 
+def known_names(spec: AttentionSpec, extents: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    """Values of what a mask reads by name beside M and N, for `estimate`: a middle index of each axis, and the sizes."""
+    return (*((axis, e // 2) for axis, e in zip(spec.axes, extents)), *zip(spec.sizes, sizes))
+
+
 SAMPLES = 32
 """Rows of tiles at most that `estimate` looks at."""
 

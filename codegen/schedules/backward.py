@@ -115,17 +115,17 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
 def _loops(loops: Loops | ListedLoops, out: Writer, tile, override: bool) -> None:
     def full() -> None:
         if loops.full:
-            head, first = loops.full_head()
-            with out.block(head):
-                out.lines(*first)
+            loop = loops.full_loop()
+            with out.block(loop.head):
+                out.lines(*loop.lines)
                 tile(False)
 
     if not loops.partial_first:
         full()
     if loops.partial:
-        head, first = loops.partial_head(out, override)
-        with out.block(head):
-            out.lines(*first)
+        loop = loops.partial_loop(out, override)
+        with out.block(loop.head):
+            out.lines(*loop.lines)
             tile(True)
     if loops.partial_first:
         full()

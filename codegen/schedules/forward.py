@@ -1,14 +1,21 @@
-"""FlashAttention-2's forward pass (Dao 2023, algorithm 1) as portable Triton: one program per tile of query rows."""
+"""FlashAttention-2's forward pass (Dao 2023, algorithm 1) as portable Triton: one program per tile of query rows.
+
+Where there are too few tiles of rows to fill the card, as in decoding, the keys are split over several programs as in Flash-Decoding (Dao, Haziza, Massa
+and Sizov 2023). Each takes its part of the tiles of every loop and leaves its running maximum, sum and accumulator; `schedules/combine.py` adds them up.
+"""
 from __future__ import annotations
 
 from ...expr import QK, Expr, Var
 from ...spec import EmptyRow
 from ..listed import loops as loops_over
-from ..parts import LOG2E, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
+from ..parts import LOG2E, Loop, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
+
+PARTIAL = {"PartMax": "part_max", "PartSum": "part_sum", "PartOut": "part_out"}
+"""What the parts of the keys leave of each row: kernel argument -> host tensor, float32, (parts, *extents, M) and (parts, *extents, M, Dv)."""
 
 
 def is_finite(e: Expr) -> bool:
@@ -28,11 +35,12 @@ def heavy_last(hi: Expr) -> bool:
 
 
 def forward_kernel(site: Site) -> Kernel:
-    """out and log-sum-exp for a tile of BLOCK_M query rows of one batch index."""
+    """out and log-sum-exp for a tile of BLOCK_M query rows of one batch index, or what a part of the keys adds to them."""
     spec, axes = site.spec, site.spec.axes
     what = f"({', '.join(axes)})" if axes else "0"
-    kernel = Kernel("attention_forward", f"One program: rows i0 <= i < i0 + BLOCK_M of batch index z = {what}, all their keys, one tile at a time.",
-                    arguments(site, {}), ("BLOCK_M", "BLOCK_N"), "FORWARD")
+    keys = "a part of their keys" if site.parts else "all their keys"
+    kernel = Kernel("attention_forward", f"One program: rows i0 <= i < i0 + BLOCK_M of batch index z = {what}, {keys}, one tile at a time.",
+                    arguments(site, PARTIAL), ("BLOCK_M", "BLOCK_N"), "FORWARD")
     out = kernel.body
     out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
     out.assign("z", "tl.program_id(0) // tiles")
@@ -41,6 +49,8 @@ def forward_kernel(site: Site) -> Kernel:
     else:
         out.assign("tile", "tl.program_id(0) % tiles")
     decode(out, axes, "z")
+    if site.parts:
+        out.assign("part", "tl.program_id(1)")
     out.assign("i0", "tile * BLOCK_M")
     if _mentions(site.by_rows, "i1"):
         out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
@@ -63,23 +73,26 @@ def forward_kernel(site: Site) -> Kernel:
     loops = loops_over(site, "j", padded=site.whole)
     loops.prepare(program, out)
 
-    def full() -> None:
-        if loops.full:
-            head, first = loops.full_head()
-            with out.block(head, "tiles in which every row sees every key"):
-                out.lines(*first)
-                _tile(site, program, out, partial=False)
+    def over(loop: Loop, partial: bool, comment: str) -> None:
+        loop = loop.of_part(out) if site.parts else loop
+        with out.block(loop.head, comment):
+            out.lines(*loop.lines)
+            _tile(site, program, out, partial)
 
-    if not loops.partial_first:
-        full()
-    if loops.partial:
-        head, first = loops.partial_head(out)
-        with out.block(head, "tiles cut by the mask or by the end of the keys" if spec.is_masked else "the last, incomplete tile"):
-            out.lines(*first)
-            _tile(site, program, out, partial=True)
-    if loops.partial_first:
-        full()
-    _finish(site, program, out)
+    kinds = [False] * loops.full + [True] * loops.partial
+    for n, partial in enumerate(reversed(kinds) if loops.partial_first else kinds):
+        if n and site.parts:
+            out.assign("part", "tl.num_programs(1) - 1 - part", "the last parts had fewest tiles")
+        if partial:
+            over(loops.partial_loop(out), True, "tiles cut by the mask or by the end of the keys" if spec.is_masked else "the last, incomplete tile")
+        else:
+            over(loops.full_loop(), False, "tiles in which every row sees every key")
+    if site.averages:
+        _average(site, program, out)
+    if site.parts:
+        _leave(site, out)
+    else:
+        _finish(site, out)
     return kernel
 
 
@@ -131,32 +144,51 @@ def _add_values(site: Site, out: Writer, check: str, alpha: str) -> None:
         out.assign(acc, site.dot("weights", f"v{c.suffix}", f"{acc} * {alpha}[:, None]" if alpha else acc))
 
 
-def _finish(site: Site, program: Program, out: Writer) -> None:
+def _average(site: Site, program: Program, out: Writer) -> None:
+    """Rows that see no key (of the part): sum and number of the values that they average."""
     spec = site.spec
+    out.assign("empty", "(l == 0.0) & (i < M)")
+    with out.block("if tl.max(empty.to(tl.int32)) > 0:", "rows that see no key average v"):
+        loop = Loop("j0", "0", "N", "BLOCK_N")
+        loop = loop.of_part(out) if site.parts else loop
+        with out.block(loop.head):
+            out.assign("j", "j0 + cols")
+            program.enter(out, [spec.empty_over])
+            over = program.tile(spec.empty_over)
+            beyond = [] if site.whole else ["(j < N)[None, :]"]
+            conditions = ["empty[:, None]", *beyond, *([over] if over != "True" else [])]
+            out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(conditions)}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
+            out.assign("l", "l + tl.sum(p, 1)")
+            _add_values(site, out, "" if site.whole else "(j < N)[:, None]", "")
+
+
+def _leave(site: Site, out: Writer) -> None:
+    """Store what the part adds. Of a row that it does not see, m is -inf; l and acc are 0, or what the row averages if no part sees it."""
+    out.assign("row", "(tl.cast(part, tl.int64) * (tl.num_programs(0) // tiles) + z) * M + i")
+    out.line("tl.store(PartMax + row, m, mask=i < M)")
+    out.line("tl.store(PartSum + row, l, mask=i < M)")
+    for c, index, check in pieces(site, "Out"):
+        mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
+        out.line(f"tl.store(PartOut + row[:, None] * {site.Dv} + {index}[None, :], acc{c.suffix}, mask={mask})")
+
+
+def normalisation(site: Site, out: Writer) -> None:
+    """lse and scale, by which acc is out, from the maximum m and the sum l of a row; of rows that average, `empty`, l is the number of keys."""
     out.assign("lse", f"m * {site.factor!r} + tl.log(l)" if site.factor != 1.0 else "m + tl.log(l)")
     if site.averages:
-        out.assign("empty", "(l == 0.0) & (i < M)")
-        with out.block("if tl.max(empty.to(tl.int32)) > 0:", "rows that see no key average v"):
-            with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
-                out.assign("j", "j0 + cols")
-                program.enter(out, [spec.empty_over])
-                over = program.tile(spec.empty_over)
-                beyond = [] if site.whole else ["(j < N)[None, :]"]
-                conditions = ["empty[:, None]", *beyond, *([over] if over != "True" else [])]
-                out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(conditions)}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
-                out.assign("l", "l + tl.sum(p, 1)")
-                _add_values(site, out, "" if site.whole else "(j < N)[:, None]", "")
-            out.assign("lse", f"tl.where(empty, l * {MEAN_ROW!r}, lse)", "marks the row and holds the number of keys averaged")
-    scale = f"{kept_scale(spec.dropout)!r}"
-    if site.can_be_empty and spec.empty_row is EmptyRow.ZERO:
+        out.assign("lse", f"tl.where(empty, l * {MEAN_ROW!r}, lse)", "marks the row and holds the number of keys averaged")
+    scale = f"{kept_scale(site.spec.dropout)!r}"
+    if site.can_be_empty and site.spec.empty_row is EmptyRow.ZERO:
         out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
     else:
         out.assign("scale", f"{scale} / l")
+
+
+def _finish(site: Site, out: Writer) -> None:
+    normalisation(site, out)
     out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
     for c, index, check in pieces(site, "Out"):
         mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
         offsets = f"rows[:, None] * stride_o_m + {index}[None, :] * stride_o_d"
         out.line(f"tl.store(out_tile + {offsets}, (acc{c.suffix} * scale[:, None]).to(Out.dtype.element_ty), mask={mask})")
     out.line("tl.store(Lse + tl.cast(z, tl.int64) * M + i, lse, mask=i < M)")
-
-

@@ -12,7 +12,7 @@ from flashfx.codegen.plan import overridden
 from flashfx.codegen.selfcheck import check, inputs
 from flashfx.spec import AttentionSpec
 
-from .cases import CORE, KINDS, MORE, problem, spec
+from .cases import CORE, KINDS, MORE, Variant, problem, spec
 from .run import lse_gradient, run
 from .test_families import FAMILIES, spec as family, tensors
 
@@ -246,3 +246,81 @@ def test_more_files_check_themselves(listed):
 def test_more_gradient_of_the_log_sum_exp(variant, kind, dtype):
     with overridden(**TILES[0]):
         lse_gradient(spec(CORE[variant], kind), problem(kind, 16, dtype, batch=1)).within_budget()
+
+
+# ---------------------------------------------------------------------------------------------- keys in parts, a program for each
+
+CACHED = {
+    "cached": Variant(where="j <= i + (N - M)"),
+    "cached_window": Variant(where="(j <= i + (N - M)) & (i + (N - M) - j < 40)"),
+    "cached_padding": Variant(("pad: bool[2]",), where="pad[b, j] & (j <= i + (N - M))", empty="mean, additive over j <= i + (N - M)"),
+    "cached_dropout": Variant(where="j <= i + (N - M)", drop="0.25"),
+}
+"""Queries behind a cache of keys."""
+SPLIT = {**CORE, **MORE, **CACHED}
+DECODING = [(1, 150, 3), (5, 77, 4), (37, 100, 2), (1, 128, 5), (3, 192, 40)]
+"""(queries, keys, parts): tails and none, fewer tiles than parts, more parts than are read at a time."""
+
+
+def split(s, p, tiles, parts, operands=None, lists=None):
+    """(out, log-sum-exp) with the keys in parts."""
+    q, k, v, aux, seed, sizes = operands or inputs(s, p)
+    with overridden(**tiles, parts=parts):
+        return launch.forward(s, q, k, v, aux, seed, sizes, lists)
+
+
+@pytest.mark.parametrize("variant, kind, dtype, lengths", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], DECODING[n % 5]) for n, v in enumerate(SPLIT)])
+def test_split(variant, kind, dtype, lengths):
+    """Against float64, and the log-sum-exp against that of one part."""
+    M, N, parts = lengths
+    s, p, tiles = spec(SPLIT[variant], kind), problem(kind, HEADS[len(variant) % 5], dtype, M=M, N=N, batch=1, heads=1), TILES[len(variant) % 3]
+    with overridden(**tiles, parts=parts):
+        run(s, p, gradients=False).within_budget()
+    assert torch.allclose(split(s, p, tiles, parts)[1], split(s, p, tiles, 1)[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("variant, kind, dtype, lengths", [("cached", "gqa", "bfloat16", (5, 150, 3)), ("cached_padding", "self", "float32", (37, 100, 2)),
+                                                           ("padded_bias", "gqa", "float16", (5, 77, 4))])
+def test_split_gradients(variant, kind, dtype, lengths):
+    """Backward reads the log-sum-exp that the parts give, and is not split itself."""
+    M, N, parts = lengths
+    with overridden(**TILES[0], parts=parts):
+        run(spec(SPLIT[variant], kind), problem(kind, 40, dtype, M=M, N=N, batch=1)).within_budget()
+
+
+@pytest.mark.parametrize("empty", ["nan", "zero", "mean", "mean, additive over j <= i + (N - M)"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_split_empty_rows(empty, listed):
+    """Rows that see no key at all, and rows that see none of a part's: as of one part, marks of averages included. With a list of tiles or without."""
+    from dataclasses import replace
+    s, p, tiles = spec(replace(CACHED["cached_padding"], empty=empty)), problem("self", 16, "float32", M=8, N=290, heads=1), dict(forward=(16, 64, 4, 1))
+    q, k, v, (pad,), seed, sizes = inputs(s, p)
+    pad[0, :287], pad[0, 287:], pad[1] = False, True, False
+    operands, lists = (q, k, v, [pad], seed, sizes), blocks.lists_for(s, [pad], sizes, q, k) if listed else None
+    whole, parts = split(s, p, tiles, 1, operands, lists), split(s, p, tiles, 3, operands, lists)
+    assert whole[1][0, 0, -1].abs() < 100 and not whole[1].isfinite().all() or (whole[1] > 2.0 ** 90).any()
+    for a, b in zip(parts, whole):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("parts", [2, 7])
+def test_split_dropout_keeps_its_bits(parts):
+    """Values of 1 make out the sum of kept weights: a moved bit would show."""
+    s, p = spec(CACHED["cached_dropout"]), problem("self", 16, "float32", M=5, N=120)
+    q, k, v, aux, seed, sizes = inputs(s, p)
+    operands = (torch.zeros_like(q), k, torch.ones_like(v), aux, seed, sizes)
+    assert torch.allclose(split(s, p, TILES[0], parts, operands)[0], split(s, p, TILES[1], 1, operands)[0], rtol=1e-5, atol=0)
+
+
+def test_split_as_the_card_has_room(monkeypatch):
+    """Without a number of parts the host function works it out from each call's lengths; one module serves all of them."""
+    s, seen = spec(CACHED["cached"], "gqa"), set()
+    for N in (1100, 2300):
+        p = problem("gqa", 16, "float16", M=1, N=N, batch=1, heads=1)
+        with overridden(forward=(16, 128, 4, 1), parts=0):
+            module = triton_host.module_for(s, p, torch.device("cpu"), (False,) * 3, True)
+            monkeypatch.setattr(module, "parts_of", lambda *a, f=module.parts_of: seen.add((module, N, f(*a))) or f(*a))
+            run(s, p, gradients=False).within_budget()
+            monkeypatch.undo()
+    (one, _, few), (other, _, more) = sorted(seen, key=lambda found: found[1])
+    assert one is other and 1 < few < more

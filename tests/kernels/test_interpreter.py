@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("group", ["product", "more", "listed"])
+@pytest.mark.parametrize("group", ["product", "more", "listed", "split"])
 def test_kernels(group):
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", str(HERE / "interpreted.py"),
                "-k", f"test_{group}"]

@@ -1,0 +1,57 @@
+"""The second kernel of a forward pass whose keys were split (Flash-Decoding, Dao, Haziza, Massa and Sizov 2023): adds up what the parts left of a row.
+
+    m = max_s m_s        l = sum_s exp(m_s - m) l_s        out = sum_s exp(m_s - m) acc_s / l        lse = m + log(l)
+"""
+from __future__ import annotations
+
+from ..parts import LOG2E, Site, arguments, base, decode, head_index, pieces
+from ..writer import Kernel
+from .forward import PARTIAL, normalisation
+
+TOGETHER = 32
+"""Parts that a program reads at a time."""
+
+
+def combine_kernel(site: Site) -> Kernel:
+    """out and log-sum-exp of one row from the maxima, sums and accumulators of its parts."""
+    axes, c2 = site.spec.axes, site.factor * LOG2E
+    what = f"({', '.join(axes)})" if axes else "0"
+    kernel = Kernel("attention_combine", f"One program: row i of batch index z = {what}, all parts of its keys.", arguments(site, {**PARTIAL, "parts": "parts"}),
+                    ("TOGETHER",), "COMBINE")
+    out = kernel.body
+    out.assign("row", "tl.program_id(0)")
+    out.assign("z", "row // M")
+    out.assign("i", "row % M")
+    decode(out, axes, "z")
+    head_index(site, out, "e")
+    out.assign("part", "tl.arange(0, TOGETHER)")
+    out.assign("top", 'tl.full([TOGETHER], float("-inf"), tl.float32)')
+    with out.block("for first in tl.range(0, parts, TOGETHER):"):
+        out.assign("at", "tl.cast(first + part, tl.int64) * tl.num_programs(0) + row")
+        out.assign("top", 'tl.maximum(top, tl.load(PartMax + at, mask=first + part < parts, other=float("-inf")))')
+    out.assign("m", "tl.max(top, 0)")
+    if site.averages:
+        out.assign("empty", 'm == float("-inf")')
+    out.assign("anchor", 'tl.where(m == float("-inf"), 0.0, m)', "no part has seen a key: keep exp2(-inf - 0) = 0")
+    out.assign("sums", "tl.zeros([TOGETHER], tl.float32)")
+    for c in site.v_chunks:
+        out.assign(f"acc{c.suffix}", f"tl.zeros([TOGETHER, {c.width}], tl.float32)")
+    with out.block("for first in tl.range(0, parts, TOGETHER):"):
+        out.assign("inside", "first + part < parts")
+        out.assign("at", "tl.cast(first + part, tl.int64) * tl.num_programs(0) + row")
+        out.assign("weight", f'tl.exp2((tl.load(PartMax + at, mask=inside, other=float("-inf")) - anchor) * {c2!r})')
+        if site.averages:
+            out.assign("weight", "tl.where(empty, 1.0, weight)", "all parts average: sums of v and numbers of keys add up as they are")
+        out.assign("sums", "sums + weight * tl.load(PartSum + at, mask=inside, other=0.0)")
+        for c, index, check in pieces(site, "Out"):
+            mask = " & ".join(["(inside & (weight != 0.0))[:, None]", *([check] if check else [])])
+            value = f"tl.load(PartOut + at[:, None] * {site.Dv} + {index}[None, :], mask={mask}, other=0.0)"
+            out.assign(f"acc{c.suffix}", f"acc{c.suffix} + weight[:, None] * {value}")
+    out.assign("l", "tl.sum(sums, 0)")
+    normalisation(site, out)
+    out.assign("out_row", f"{base(site, 'Out')} + tl.cast(i, tl.int64) * stride_o_m")
+    for c, index, check in pieces(site, "Out"):
+        value = f"(tl.sum(acc{c.suffix}, 0) * scale).to(Out.dtype.element_ty)"
+        out.line(f"tl.store(out_row + {index} * stride_o_d, {value}{f', mask={index} < {site.Dv}' if check else ''})")
+    out.line("tl.store(Lse + row, lse)")
+    return kernel

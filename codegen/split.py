@@ -1,0 +1,43 @@
+"""Into how many parts the keys of a tile of rows are split, a program for each (Flash-Decoding): one rule for the host functions and the cost model."""
+from __future__ import annotations
+
+import math
+from typing import Mapping, Sequence
+
+from ..expr import Expr
+from ..spec import AttentionSpec
+from .tiles import estimate, known_names
+
+LEAST = 256
+"""Keys of a part at least: a program takes about as long as they do to start and to end."""
+WAVES = 3
+"""Turns of programs at most: so many parts that the last turn is hardly shorter than the others."""
+MOST = 128
+"""Parts of a row: what adds them up reads them one after the other, `schedules.combine.TOGETHER` at a time."""
+
+
+def number(visible: Expr, z: int, M: int, N: int, known: tuple[tuple[str, int], ...], m: int, n: int, slots: int) -> int:
+    """As many parts as fill the card with programs, one turn of them or a few; 1 where tiles of rows fill it alone.
+
+    visible  the mask; tiles that only data hide count as visible
+    z        batch indices
+    known    `tiles.known_names`
+    m, n     BLOCK_M, BLOCK_N
+    slots    programs that the card holds at once
+    """
+    rows = z * -(-M // m)
+    if not M * N or not 0 < rows < slots:
+        return 1
+    tiles = max(1, math.ceil(z * sum(estimate(visible, m, n, M, N, known)) / rows))
+    offers = {1}
+    for wave in range(1, WAVES + 1):
+        most = max(1, min(wave * slots // rows, tiles * n // LEAST, MOST))
+        offers.add(-(-tiles // -(-tiles // most)))  # no part is left without tiles
+    return min(offers, key=lambda parts: (-(-rows * parts // slots) * (-(-tiles // parts) * n + LEAST), parts))
+
+
+def parts_of(spec: AttentionSpec, sizes: Sequence[int], M: int, N: int, options: Mapping[str, int], slots: int) -> int:
+    """`number` for a generated host function. sizes: extents of the axes, then `spec.sizes`; options: the kernel's."""
+    extents = [int(e) for e in sizes[: len(spec.axes)]]
+    known = known_names(spec, extents, [int(s) for s in sizes[len(extents):]])
+    return number(spec.visible, math.prod(extents), M, N, known, options["BLOCK_M"], options["BLOCK_N"], slots)
