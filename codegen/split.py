@@ -10,7 +10,7 @@ from .tiles import estimate, known_names
 
 LEAST = 256
 """Keys of a part at least: a program takes about as long as they do to start and to end."""
-WAVES = 3
+WAVES = 4
 """Turns of programs at most: so many parts that the last turn is hardly shorter than the others."""
 MOST = 128
 """Parts of a row: what adds them up reads them one after the other, `schedules.combine.TOGETHER` at a time."""

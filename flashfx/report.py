@@ -87,6 +87,12 @@ class SiteReport:
         from .codegen import cost
         return cost.predict(self.spec, self.region.problem, self.plan if direction == "forward" else self.backward_plan)
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts the forward plan splits the keys of each tile of rows."""
+        from .codegen import cost
+        return cost.parts(cost.facts(self.spec, self.region.problem), self.plan)
+
     @_with_numbers
     def tiles(self):
         """Tiles skipped, full and partial under the forward plan."""
@@ -110,7 +116,7 @@ class SiteReport:
         from .codegen import choices, cost
         plan, moved, p = self.plan if direction == "forward" else self.backward_plan, self.traffic(direction), self.region.problem
         costs = self.costs(direction)
-        own = dataclasses.asdict(dataclasses.replace(plan, rows=None, dense=None)) | {"gpu": plan.gpu.name}
+        own = dataclasses.asdict(dataclasses.replace(plan, rows=None, dense=None)) | {"gpu": plan.gpu.name, "parts": self.parts if direction == "forward" else 1}
         return {"plan": own, "text": str(plan), "choices": [dataclasses.asdict(c) for c in choices.choices(self.spec, p, plan)],
                 "bytes": {"before": moved.before, "after": moved.after, "least": min(choices.compulsory(self.spec, p, direction), moved.after)},
                 "seconds": sum(c.seconds for c in costs), "kernels": [dataclasses.asdict(c) | {"seconds": c.seconds, "binds": c.binds} for c in costs],
@@ -163,6 +169,8 @@ class SiteReport:
         try:
             out.append(f"tiles   {self.tiles()}{self._at_run_time()}")
             out.append(f"plan    {self.plan}")
+            if self.parts > 1:
+                out.append(f"parts   the keys of each tile of rows in {self.parts} parts, a program for each; a second kernel adds them up")
             out.append(f"memory  forward {self.traffic()}")
             if self.training:
                 out.append(f"        backward {self.traffic('backward')}")

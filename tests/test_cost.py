@@ -120,7 +120,7 @@ def measured(point, plan) -> float | None:
     """Seconds of a plan's kernels in the sweep, None if one was not measured."""
     of = lambda schedule, kernel, tiles=(): point.of(schedule, kernel).get(tiles)
     if plan.direction == "forward":
-        return of(plan.schedule, "forward", plan.tiles)
+        return of(plan.schedule, "forward" if plan.parts == 1 else "split", plan.tiles)
     own = [of(plan.schedule, "one_pass", plan.tiles), of("hopper", "sum")] if plan.schedule == "hopper" else \
         [of("triton", "keys", plan.tiles), of("triton", "rows", plan.rows.tiles)]
     own += [of(plan.schedule, "delta"), *([of("triton", "dense", plan.dense.tiles)] if plan.dense else [])]
@@ -131,7 +131,7 @@ def best(point, direction: str) -> float:
     """Seconds of the fastest tiles of the faster schedule."""
     least = lambda schedule, kernel: min(point.of(schedule, kernel).values(), default=math.inf)
     if direction == "forward":
-        return min(least("hopper", "forward"), least("triton", "forward"))
+        return min(least("hopper", "forward"), least("triton", "forward"), least("triton", "split"))
     whole = min(sum(least(schedule, k) for k in ("delta", *kernels)) for schedule, kernels in (("hopper", ("one_pass", "sum")), ("triton", ("keys", "rows"))))
     return whole + (least("triton", "dense") if point.of("triton", "dense") else 0)
 

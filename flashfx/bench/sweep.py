@@ -89,23 +89,25 @@ def grid(quick: bool = False) -> list[Workload]:
     for variant, head, lengths in chosen:
         grouped = variant == "gqa"
         found.append(Workload("causal" if grouped else variant, grouped, tuple(shape(n, head, grouped, "bfloat16") for n in lengths)))
-    found[8:8] = [Workload("full", True, tuple(shape(n, head, True, "bfloat16", 1) for n in (2048, 32768))) for head in (64, 128)]
+    few = lambda head: replace(shape(32768, head, True, "bfloat16", 1), extents=(3, 2, 6))  # fewer programs than a card holds
+    found[8:8] = [Workload("full", True, (*(shape(n, head, True, "bfloat16", 1) for n in (2048, 32768)), few(head))) for head in (64, 128)]
     found.append(Workload("causal", False, tuple(shape(n, 64, False, "float32") for n in (512, 2048))))
     return found
 
 
 @dataclass(frozen=True)
 class Job:
-    """One generated module: a direction of a workload with given tiles."""
+    """One generated module: a direction of a workload with given tiles. parts: of the keys of a forward kernel, as `Plan.parts`."""
 
     workload: Workload
     direction: str
     schedule: str
     tiles: tuple[tuple[str, candidates.Tiles], ...]
     gpu: GPU
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.workload} {self.schedule} {self.direction} " + ", ".join(f"{k} {name_of(t)}" for k, t in self.tiles)
+        return f"{self.workload} {self.schedule} {self.direction} " + ", ".join(f"{k} {name_of(t)}" for k, t in self.tiles) + " split" * (self.parts != 1)
 
     @property
     def needs(self) -> tuple[bool, ...]:
@@ -117,7 +119,7 @@ class Job:
         """The loaded module, or None if the schedule does not take it."""
         spec, problem, backward, needs = self.workload.spec, self.workload.problems[0], None, (False,) * len(self.needs)
         tiles = {"forward": (64, 32, 4, 2), **dict(self.tiles)}
-        with overridden(schedule=self.schedule if self.direction == "forward" else "triton", **tiles):
+        with overridden(schedule=self.schedule if self.direction == "forward" else "triton", parts=self.parts, **tiles):
             plan = make_plan(spec, problem, self.gpu, "forward", listed=False)
         if self.direction == "backward":
             needs = self.needs
@@ -147,7 +149,7 @@ def jobs(workload: Workload, gpu: GPU) -> list[Job]:
     if gpu.is_hopper and not compat.interpreting() and not decodes:
         for direction, kernel in (("forward", "forward"), ("backward", "keys")):
             found += [Job(workload, direction, "hopper", ((kernel, t),), gpu) for t in offers(workload, gpu, "hopper", kernel)]
-    found += [Job(workload, "forward", "triton", (("forward", t),), gpu) for t in offers(workload, gpu, "triton", "forward")]
+    found += [Job(workload, "forward", "triton", (("forward", t),), gpu, parts) for t in offers(workload, gpu, "triton", "forward") for parts in ((1, 0) if decodes else (1,))]
     if not decodes:
         lists = {kernel: offers(workload, gpu, "triton", kernel) for kernel in ("keys", "rows", *(("dense",) if any(job_needs(workload)[3:]) else ()))}
         for n in range(max(map(len, lists.values()))):
@@ -179,12 +181,12 @@ def compiled(job: Job) -> tuple[Job, list, float, str]:
 
 
 def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
-    """Microseconds of each kernel of a job: "schedule kernel tiles" -> time. Forward is all that its host function launches."""
+    """Microseconds of each kernel of a job: "schedule kernel tiles" -> time. Forward is all that its host function launches; "split" the same with keys in parts."""
     kept = launches(job.module, operands, job.direction)
     tiles = dict(job.tiles)
     if job.direction == "forward":
         runs = [run for _, run in kept]
-        return {f"{job.schedule} forward {name_of(tiles['forward'])}": clock.median(lambda: [run() for run in runs])}
+        return {f"{job.schedule} {'forward' if job.parts == 1 else 'split'} {name_of(tiles['forward'])}": clock.median(lambda: [run() for run in runs])}
     found = {}
     for name, run in kept:
         kernel = ROLES[job.schedule].get(name, "dense")
@@ -194,7 +196,7 @@ def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
 
 
 ROLES = {
-    "triton": {"attention_delta": "delta", "attention_backward_keys": "keys", "attention_backward_rows": "rows"},
+    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward_keys": "keys", "attention_backward_rows": "rows"},
     "hopper": {"attention_delta": "delta", "attention_backward_keys": "one_pass", "attention_backward_rows": "sum", "attention_sum": "total"},
 }
 """Names of generated kernels -> kernels of the cost model; any other is "dense"."""

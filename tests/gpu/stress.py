@@ -37,17 +37,17 @@ def attempt(seed: int) -> tuple[int, list[str], list[str]]:
     """(seed, kernels run, failures)."""
     spec, problem = draw(seed)
     ran, failed = [], []
-    for schedule in ("triton", "hopper"):
-        with overridden(schedule=schedule):
+    for schedule, parts in (("triton", 1), ("triton", 3), ("hopper", 1)):
+        with overridden(schedule=schedule, parts=parts):
             plans = [make_plan(spec, problem, gpu.current("cuda"), direction).schedule for direction in ("forward", "backward")]
             if schedule not in plans:
                 continue
             try:
                 run(spec, problem, "cuda").within_budget()
                 repeats(spec, problem, ordered=plans[1] == "triton")
-                ran.append("/".join(plans))
+                ran.append("/".join(plans) + ", keys in parts" * (parts > 1))
             except Exception:
-                failed.append(f"seed {seed}, {'/'.join(plans)}, {problem}\n{spec}\n{traceback.format_exc(limit=-3)}")
+                failed.append(f"seed {seed}, {'/'.join(plans)}, {parts} parts, {problem}\n{spec}\n{traceback.format_exc(limit=-3)}")
     return seed, ran, failed
 
 

@@ -29,7 +29,7 @@ def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] |
     spec = AttentionSpec.parse(text) if isinstance(text, str) else text
     plan = make_plan(spec, problem, gpu, "forward")
     source = render.render(spec, plan, problem, needs)
-    module = load(source.text)
+    module, backward = load(source.text), source.backward
     small = {axis: e for axis, e in zip(spec.axes, problem.extents)}
     shape = lambda o, n, d: [*(small[a] if a in getattr(spec, o) else 1 for a in spec.axes), n, d]
     dtype, v_dtype = getattr(torch, problem.dtype), getattr(torch, problem.v_dtype)
@@ -41,10 +41,11 @@ def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] |
 
     def run():
         out, lse = module.forward(q, k, v, aux, seed, sizes)
-        module.backward(out, q, k, v, aux, seed, out, lse, sizes)
-    plans = {"attention_forward": plan, "attention_backward_keys": source.backward, "attention_backward_rows": source.backward.rows,
-             "attention_delta": None, "attention_reset": None, "attention_empty_rows": None}
-    return [(report, plans.get(report.kernel, source.backward.dense)) for report in compile_launches(module, gpu, run)]
+        if backward is not None:
+            module.backward(out, q, k, v, aux, seed, out, lse, sizes)
+    plans = {"attention_forward": plan, "attention_backward_keys": backward, "attention_backward_rows": backward and backward.rows,
+             "attention_delta": None, "attention_reset": None, "attention_empty_rows": None, "attention_combine": None}
+    return [(report, plans.get(report.kernel, backward and backward.dense)) for report in compile_launches(module, gpu, run)]
 
 
 class _Allocated(Exception):

@@ -79,6 +79,18 @@ def test_an_ordered_backward_builds(head, variant, kind):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype, head, variant, kind, M", [
+    ("bfloat16", 128, "full", "gqa", 1), ("float16", 64, "prefix", "self", 5), ("bfloat16", 80, "padding", "gqa", 1), ("bfloat16", 256, "full", "self", 1),
+    ("bfloat16", 64, "dropout", "self", 512), ("float32", 64, "full", "self", 1), ("bfloat16", 128, "documents", "self", 64)])
+def test_keys_in_parts_build_without_spilling(arch, dtype, head, variant, kind, M):
+    s, p = spec(ALL[variant], kind), problem(kind, head, dtype, M=M, N=16384, batch=1)
+    with overridden(schedule="triton", parts=0):
+        found = compile_all(s, p, BY_ARCH[arch], (False,) * (3 + len(s.aux)))
+    assert [report.kernel for report, _ in found] == ["attention_forward", "attention_combine"]
+    assert found[0][0].shared <= found[0][1].shared and not any(report.spilled for report, _ in found), found
+
+
 PORTABLE_ON_HOPPER = [("bfloat16", 64, "full", "self"), ("bfloat16", 128, "causal", "self"), ("float16", 128, "dropout", "self"),
                       ("bfloat16", 80, "causal", "gqa"), ("bfloat16", 64, "padding", "self"), ("bfloat16", 64, "softcap", "self")]
 

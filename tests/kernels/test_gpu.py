@@ -24,6 +24,28 @@ def test_cases(variant, kind, dtype, head, length):
     run(spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length), "cuda").within_budget()
 
 
+@pytest.mark.parametrize("variant, kind, dtype, head, length", POINTS[::2])
+def test_keys_in_parts(variant, kind, dtype, head, length):
+    """A number that fits the lengths and one that does not; the log-sum-exp is that of one part."""
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=(1, 5, 70)[length % 3], N=4 * length)
+    q, k, v, aux, seed, sizes = inputs(s, p, "cuda")
+    with overridden(parts=1):
+        expected = launch.forward(s, q, k, v, aux, seed, sizes)[1]
+    for parts in (3, 37):
+        with overridden(parts=parts):
+            run(s, p, "cuda", gradients=False).within_budget()
+            assert torch.allclose(launch.forward(s, q, k, v, aux, seed, sizes)[1], expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_decoding_splits_its_keys():
+    """As the plan chooses, long caches by one module, the second call of each length replayed."""
+    s = spec(CORE["full"], "gqa")
+    for N in (16384, 10001, 16384, 10001):
+        p = problem("gqa", 128, "bfloat16", M=1, N=N, batch=1, heads=4)
+        assert make_plan(s, p, gpu.current("cuda"), "forward").parts == 0
+        run(s, p, "cuda", gradients=False).within_budget()
+
+
 LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked] + ["global"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from flashfx.codegen import gpu, load, triton_host
+from flashfx.codegen import cost, gpu, load, triton_host
 from flashfx.codegen.blocks import pays
 from flashfx.codegen.factors import by_vectors, gathered, peel
 from flashfx.codegen.limits import LIMIT, registers_per_thread, units
@@ -18,9 +18,11 @@ from flashfx.codegen.parts import chunks
 from flashfx.codegen.plan import DIRECTIONS, make_plan, overridden, why_not_hopper
 from flashfx.codegen.render import blocks_module, render
 from flashfx.codegen.schedules import hopper
+from flashfx.codegen.split import number
 from flashfx.codegen.writer import WIDTH, Writer, wrapped
 from flashfx.errors import PlanError
 from flashfx.expr import parse
+from flashfx.region import Problem
 
 from .cases import CORE, MORE, Variant, problem, spec
 
@@ -169,10 +171,43 @@ def test_new_lengths_share_a_module(monkeypatch):
     """Lengths are arguments: only M <= N and whole tiles of keys enter the text."""
     monkeypatch.setattr(triton_host.gpu, "current", lambda device: gpu.DEFAULT)
     s = spec(CORE["causal"])
-    made = {triton_host.module_for(s, problem("self", 64, "float16", M=m, N=n), torch.device("meta"), (False,) * 3, True)
-            for m, n in [(100, 100), (77, 99), (65, 700)]}
+    module = lambda s, m, n: triton_host.module_for(s, problem("self", 64, "float16", M=m, N=n), torch.device("meta"), (False,) * 3, True)
+    made = {module(s, m, n) for m, n in [(100, 100), (77, 99), (65, 700)]}
     assert len(made) == 1
+    decoding = {module(spec(CORE["full"]), 1, n) for n in (8193, 9001, 11999)}
+    assert len(decoding) == 1 and "parts_of(" in inspect.getsource(decoding.pop().forward)
     assert triton_host.module_for(s, problem("self", 64, "float16", M=128), torch.device("meta"), (False,) * 3, True) not in made
+
+
+@pytest.mark.parametrize("card", ["A100", "H200"])
+def test_few_tiles_of_rows_split_their_keys(card):
+    """Decoding with long caches, a few queries too; not where rows fill the card, nor where keys are few. Fewer parts where there are more rows."""
+    def plan_of(extents, M, N, D=128, variant="full"):
+        s, p = spec({**ALL, "cached": Variant(where="j <= i + (N - M)")}[variant], "gqa"), Problem(extents, M, N, D, D, "bfloat16", "bfloat16")
+        plan = make_plan(s, p, gpu.BY_NAME[card], "forward")
+        return plan, cost.parts(cost.facts(s, p), plan), cost.seconds(s, p, plan)
+
+    for variant in ("full", "cached", "padding"):
+        alone, parts, _ = plan_of((1, 8, 1), 1, 32768, variant=variant)
+        many, fewer, _ = plan_of((1, 8, 4), 5, 32768, variant=variant)
+        assert alone.parts == many.parts == 0 and parts > fewer > 1 and "keys in parts" in str(alone)
+    for extents, M, N in (((8, 16, 4), 1, 8192), ((4, 8, 4), 4096, 4096), ((1, 8, 4), 1, 256), ((1, 8, 4), 64, 512)):
+        plan, parts, _ = plan_of(extents, M, N)
+        assert plan.parts == parts == 1 and "parts" not in str(plan)
+    with overridden(parts=1):
+        whole = plan_of((1, 8, 1), 1, 32768)
+    assert whole[:2] == (replace(whole[0], parts=1), 1) and whole[2] > 4 * plan_of((1, 8, 1), 1, 32768)[2]
+
+
+def test_the_number_of_parts():
+    count = lambda M, N, z, slots, visible="j <= i + (N - M)": number(parse(visible, {}), z, M, N, (), 16, 64, slots)
+    assert count(1, 2 ** 20, 1, 264) == 128 and count(1, 2 ** 20, 33, 264) == 8          # no more than can be added up; as many as there is room for
+    assert count(1, 1024, 1, 264) == 4 and count(1, 255, 1, 264) == 1                    # of 256 keys at least
+    assert count(1, 2 ** 20, 300, 264) == 1 and count(17, 2 ** 20, 132, 264) == 1        # rows fill the card alone
+    assert count(1, 9 * 64, 1, 264) == 2 and count(1, 33 * 64, 1, 264) == 7              # 5 + 4 tiles; six times 5 and 3: none is left over
+    assert count(1, 2 ** 15, 100, 132) == 5                                              # 500 programs in four turns of 132 rather than 100 in one
+    assert count(1, 2 ** 20, 1, 264, "(j <= i + (N - M)) & (i + (N - M) - j < 1024)") == 4  # of the keys that a row can see
+    assert count(0, 5, 1, 264) == count(5, 0, 1, 264) == count(5, 5, 0, 264) == 1
 
 
 def test_writer():
