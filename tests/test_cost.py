@@ -226,6 +226,18 @@ def test_a_relative_table_costs_no_bytes_of_every_pair():
     assert plain < line < plain * 1.1 and bias > line + p.M * p.N * 8
 
 
+def test_keys_in_parts_cost_their_bytes_and_a_launch():
+    """Maximum, sum and accumulator of each part of a row are written and read; all else is read as by one program."""
+    s, p = spec(CORE["full"]), Problem((1, 8), 1, 32768, 64, 128, "bfloat16", "bfloat16")
+    with overridden(forward=(16, 64, 4, 3), parts=1):
+        whole = make_plan(s, p, BY_NAME["H200"], "forward")
+    parts = replace(whole, parts=5)
+    assert cost.moved(s, p, parts) - cost.moved(s, p, whole) == 2 * 8 * 5 * (128 + 2) * 4
+    forward, combine = cost.predict(s, p, parts)
+    assert combine.kernel == "combine" and cost.LAUNCH <= combine.seconds < 2 * cost.LAUNCH
+    assert cost.seconds(s, p, whole) > 3 * forward.seconds
+
+
 @pytest.mark.parametrize("extents, M", [((0, 4), 64), ((2, 4), 0)])
 def test_nothing_costs_a_launch(extents, M):
     p = Problem(extents, M, M, 64, 64, "float16", "float16")

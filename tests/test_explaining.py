@@ -58,6 +58,14 @@ def shell(*arguments, **environment):
                           env=os.environ | {"PYTHONPATH": str(ROOT)} | environment)
 
 
+@pytest.mark.parametrize("gpu, length, split", [("H200", 32768, True), ("A100", 32768, True), ("H200", 256, False)])
+def test_the_report_says_into_how_many_parts_keys_are_split(gpu, length, split):
+    q, k = torch.empty(1, 8, 1, 128, dtype=torch.bfloat16), torch.empty(1, 8, length, 128, dtype=torch.bfloat16)
+    found = flashfx.explain(torch.nn.functional.scaled_dot_product_attention, q, k, k, gpu=gpu)[0]
+    assert found.facts()["plan"]["parts"] == found.parts and (found.parts > 8) == split
+    assert (f"in {found.parts} parts, a program for each" in str(found)) == ("keys in parts" in str(found)) == split
+
+
 def test_a_function_that_returns_model_and_inputs(module):
     code, text, _ = run("explain", f"{module}:build")
     assert code == 0 and text.startswith("flashfx: 1 attention site, 1 fused, 0 left alone") and "backward" not in text and "\x1b" not in text

@@ -40,11 +40,13 @@ def combine_kernel(site: Site) -> Kernel:
         out.assign("inside", "first + part < parts")
         out.assign("at", "tl.cast(first + part, tl.int64) * tl.num_programs(0) + row")
         out.assign("weight", f'tl.exp2((tl.load(PartMax + at, mask=inside, other=float("-inf")) - anchor) * {c2!r})')
+        seen = "inside"
         if site.averages:
             out.assign("weight", "tl.where(empty, 1.0, weight)", "all parts average: sums of v and numbers of keys add up as they are")
+            seen = "(inside & (weight != 0.0))"  # what a part averages in vain must not reach a sum that is not finite
         out.assign("sums", "sums + weight * tl.load(PartSum + at, mask=inside, other=0.0)")
         for c, index, check in pieces(site, "Out"):
-            mask = " & ".join(["(inside & (weight != 0.0))[:, None]", *([check] if check else [])])
+            mask = " & ".join([f"{seen}[:, None]", *([check] if check else [])])
             value = f"tl.load(PartOut + at[:, None] * {site.Dv} + {index}[None, :], mask={mask}, other=0.0)"
             out.assign(f"acc{c.suffix}", f"acc{c.suffix} + weight[:, None] * {value}")
     out.assign("l", "tl.sum(sums, 0)")
