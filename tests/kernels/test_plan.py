@@ -191,7 +191,7 @@ def test_few_tiles_of_rows_split_their_keys(card):
         alone, parts, _ = plan_of((1, 8, 1), 1, 32768, variant=variant)
         many, fewer, _ = plan_of((1, 8, 4), 5, 32768, variant=variant)
         assert alone.parts == many.parts == 0 and parts > fewer > 1 and "keys in parts" in str(alone)
-    for extents, M, N in (((8, 16, 4), 1, 8192), ((4, 8, 4), 4096, 4096), ((1, 8, 4), 1, 256), ((1, 8, 4), 64, 512)):
+    for extents, M, N in (((64, 16, 4), 1, 8192), ((4, 8, 4), 4096, 4096), ((1, 8, 4), 1, 256), ((1, 8, 4), 64, 512)):
         plan, parts, _ = plan_of(extents, M, N)
         assert plan.parts == parts == 1 and "parts" not in str(plan)
     with overridden(parts=1):
