@@ -123,12 +123,22 @@ def test_bad_arguments(arguments, says):
 
 
 def test_counters_are_read_from_what_ncu_prints():
-    from flashfx.bench.figure2 import COUNTERS, counted
+    from flashfx.bench.counters import COUNTERS, counted
     line = lambda number, kernel, metric, value: f'"{number}","7","python","host","{kernel}","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0","","{metric}","byte","{value}"'
     head = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
     text = "==PROF== Connected\n" + "\n".join([head, line(0, "attention_forward", COUNTERS[0], "1,000"), line(0, "attention_forward", COUNTERS[1], "24"),
                                               line(1, "attention_delta", COUNTERS[0], "5"), line(1, "attention_delta", "other", "9")])
     assert counted(text) == [("attention_forward", 1024.0), ("attention_delta", 5.0)]
+
+
+def test_a_launch_that_was_not_counted_is_an_error():
+    from flashfx.bench.counters import KERNELS, rows
+    from flashfx.codegen.gpu import BY_NAME
+    launched = ["attention_forward", "end"] * len(KERNELS)
+    made = rows([*launched[:-6], *["attention_delta", "attention_backward_keys", "end"] * 3], [("attention_forward", 7.0)] * 7 + [("attention_delta", 1.0), ("attention_backward_keys", 2.0)] * 3, BY_NAME["H200"])
+    assert [row.counted for row in made] == [7.0] * 7 + [2.0] * 3
+    with pytest.raises(RuntimeError, match="counted 1 launches of 10"):
+        rows(launched, [("attention_forward", 7.0)], BY_NAME["H200"])
 
 
 def test_figure_2_by_the_model_alone(tmp_path):

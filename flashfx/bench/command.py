@@ -188,15 +188,19 @@ def figure2(
 
 
 @app.command("bytes")
-def counters(run: Annotated[str, typer.Option(help="launch the kernels once, for a profiler, and write their order here")] = "") -> None:
+def counters(
+    run: Annotated[str, typer.Option(help="launch the kernels once, for a profiler, and write their order here")] = "",
+    json_path: Annotated[str, typer.Option("--json", help="write what was counted here, as tests/data/h200_bytes.json")] = "",
+) -> None:
     """Bytes of device memory of ten kernels: predicted, and as Nsight Compute (ncu) counts them.
 
     Examples:
 
       python -m flashfx bench bytes
+      python -m flashfx bench bytes --json bytes.json
     """
     from ..codegen.gpu import current
-    from .figure2 import bytes_table, run_kernels
+    from .counters import as_json, measure, run_kernels, table
     if not torch.cuda.is_available():
         raise typer.BadParameter("the counters are those of a GPU, and there is none")
     where = torch.device("cuda", torch.cuda.current_device())
@@ -204,7 +208,11 @@ def counters(run: Annotated[str, typer.Option(help="launch the kernels once, for
         run_kernels(current(where), where, run)
         return
     try:
-        print(device_line(where), *bytes_table(current(where)), sep="\n")
+        found, title = measure(current(where)), device_line(where)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+    if json_path:
+        with open(json_path, "w") as file:
+            file.write(as_json(found, title))
+    print(title, *table(found, current(where)), sep="\n")
