@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from .factors import peel
 from .limits import WIDTHS, padded
 from .parts import chunks
 from .ranges import bounds
-from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STREAM, TURNS, Rate
+from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STEP, STREAM, TURNS, Rate
 from .tiles import classify, estimate, unevenness
 
 if TYPE_CHECKING:
@@ -252,14 +252,13 @@ def _loops(visible: Expr, over: str) -> int:
 
 def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
     """The formulas' values."""
-    found = Work(*_compiled(kernel)(known.z, known.share, known.M, known.N, known.D, known.E, known.width, m, n, visible))
-    once, again = found.once, found.again
-    if found.products:
+    products, exps, once, again, *rest = _compiled(kernel)(known.z, known.share, known.M, known.N, known.D, known.E, known.width, m, n, visible)
+    if products:
         for width, relative, whole in known.loads:
             read = visible * (m + n if relative else m * n)
             own = min(read, whole)
             once, again = once + width * own, again + width * (read - own)
-    return replace(found, once=once, again=max(again, 0))
+    return Work(products, exps, once, max(again, 0), *rest)
 
 
 def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int) -> tuple[float, float]:
@@ -298,8 +297,10 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     matrix, each = products / gpu.matrix_rate * tail, visible / (gpu.sms * resident) * _tail(mean)
     loops = known.keys * known.share if by_keys else known.rows
     far = once / max(all_bytes, 1) if mean > 2 else 1.0  # tiles that nobody has read before: of programs that all start at once, all
-    beside = min(resident, math.ceil(outer / gpu.sms))
-    waiting = each * ((NEAR + (FAR - NEAR) * far) / max(1, stages - (schedule == "triton")) + beside * inner * (known.D + known.E) * known.width / STREAM)
+    full, rest = divmod(outer, gpu.sms * resident)  # waves of programs, and what the last one has
+    beside = full * resident + math.ceil(rest / gpu.sms)
+    latency, stream = (NEAR + (FAR - NEAR) * far) / max(1, stages - (schedule == "triton")), inner * (known.D + known.E) * known.width / STREAM
+    waiting = visible / outer * ((full + (rest > 0)) * (latency + STEP) + beside * stream)
     loads = sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads what belongs to j - i while products run
     pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
     return Rate(

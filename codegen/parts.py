@@ -1,6 +1,7 @@
 """What all generated attention kernels share: the site being generated, head-size chunks, batch indices, tile ranges, operands."""
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Iterable, Sequence
@@ -52,6 +53,7 @@ FMA_WIDTH = 32
 """Widest piece for exact float32 products, which run on scalar units with whole rows of both operands in registers."""
 
 
+@functools.cache
 def chunks(size: int, limit: int = 256) -> tuple[Chunk, ...]:
     """80 -> 64 + 16, 40 -> 32 + 16 (8 of them masked): no padding to the next power of two. `limit` bounds a piece."""
     padded = -(-size // 16) * 16

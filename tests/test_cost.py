@@ -151,18 +151,18 @@ def judged(fitted: bool) -> list[tuple]:
 
 
 def test_the_choice_is_as_good_as_the_best_measured_tiles():
-    """On the held-out half: within 5 % in geometric mean, each within 15 % but for one short decoding step (measured: 1.7 %; 17 %)."""
+    """On the held-out half: within 5 % in geometric mean, each within 15 % (measured: 1.5 %, 13 %)."""
     found = judged(False)
     assert len(found) >= 69
-    lost = sorted(own / least for own, least, _ in found)
-    assert mean(lost) < 1.03 and lost[-2] < 1.15 and lost[-1] < 1.18
+    lost = [own / least for own, least, _ in found]
+    assert mean(lost) < 1.05 and max(lost) < 1.15
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 5.5 %), in the same order."""
+    """Within 25 % in geometric mean (measured: 5.5 %), in the same order (rank correlation 0.999)."""
     own, _, predicted = zip(*judged(False))
-    assert mean([p / m for p, m in zip(predicted, own)]) < 1.08
-    assert spearman(own, predicted) > 0.995
+    assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
+    assert spearman(own, predicted) > 0.9
 
 
 @pytest.mark.parametrize("schedule, kernel", RATES)
