@@ -90,7 +90,8 @@ def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, 
         limit = LIMIT[kernel] if units(problem, gpu) == "wgmma" and kernel != "dense" else float("inf")  # `largest` has been compiled
         programs, name = resident(gpu, warps, shared, registers), kernel
     limit, unfit = most or limit, ""
-    if shared > gpu.shared_per_block:
+    spare = 1024 * (schedule == "triton" and not spec.is_masked)  # where sizes are no multiples of tiles, a loop for the last one: its buffers are aligned anew
+    if shared > gpu.shared_per_block - spare:
         unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {gpu.shared_per_block / 1024:.0f}"
     elif registers > limit:
         unfit = f"about {registers:.0f} registers, {limit:.0f} can be had"

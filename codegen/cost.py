@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from typing import TYPE_CHECKING
 
 from ..expr import Call, Expr, Var, walk
 from ..region import Problem
 from ..spec import AttentionSpec
+from . import l2
 from .captured import is_relative
 from .gpu import GPU
 from .factors import peel
 from .limits import WIDTHS, padded
 from .parts import chunks
 from .ranges import bounds
-from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STREAM, TURNS, Rate
+from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STEP, STREAM, TURNS, Rate
 from .split import number
-from .tiles import classify, estimate, known_names
+from .tiles import classify, estimate, known_names, unevenness
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -45,8 +46,10 @@ class Work:
     products  float operations of the matrix products, 2 a multiply-add, hidden elements of partial tiles included
     exps      exponentials
     once      bytes that each kernel must move if every tile stayed in a cache: operands and results, once
-    again     bytes that tiles of the inner operand are read (or added to) beyond the first time
+    again     bytes that tiles of the inner operand are read (or added to: read and written) beyond the first time
     outer     programs, or turns of a persistent one
+    written   of `once`, the results
+    streamed  bytes of the inner operands and sums that programs go through
     """
 
     products: object
@@ -54,6 +57,8 @@ class Work:
     once: object
     again: object
     outer: object
+    written: object
+    streamed: object
 
 
 @functools.cache
@@ -63,24 +68,26 @@ def formulas() -> dict[str, Work]:
     Z, G, M, N, D, E, W, m, n, T = sympy.symbols(SYMBOLS, positive=True, integer=True)
     rows, keys, tile = Z * sympy.ceiling(M / m), Z / G * sympy.ceiling(N / n), m * n * T
     q, k = Z * M * W, Z / G * N * W
-    vectors = 2 * LSE * Z * M
+    vectors, sums, none = 2 * LSE * Z * M, LSE * Z * M * D, sympy.Integer(0)
+    out, both, row = q * E + LSE * Z * M, k * (D + E), W * (D + E) + 2 * LSE
     return {
         # Q K^T and P V; k and v are read again by every row of tiles but the first
-        "forward": Work(2 * tile * (D + E), tile, (q + k) * (D + E) + LSE * Z * M, W * (D + E) * (T * n - Z / G * N), rows),
+        "forward": Work(2 * tile * (D + E), tile, q * D + both + out, W * (D + E) * (T * n - Z / G * N), rows, out, both),
         # Q K^T, dO V^T, P^T dO, dS^T Q; q, dO, lse and delta again by every column of tiles but the first
-        "keys": Work(2 * tile * 2 * (D + E), tile, q * (D + E) + 2 * k * (D + E) + vectors, (W * (D + E) + 2 * LSE) * (T * m - Z * M), keys),
+        "keys": Work(2 * tile * 2 * (D + E), tile, q * (D + E) + 2 * both + vectors, row * (T * m - Z * M), keys, both, row * Z * M),
         # Q K^T, dO V^T, dS K
-        "rows": Work(2 * tile * (2 * D + E), tile, q * (2 * D + E) + k * (D + E) + vectors, W * (D + E) * (T * n - Z / G * N), rows),
-        # those of "keys" and dS K; dQ is added to in float32, once for every visible tile
-        "one_pass": Work(2 * tile * (3 * D + 2 * E), tile, q * (D + E) + 2 * k * (D + E) + vectors + LSE * Z * M * D,
-                         (W * (D + E) + 2 * LSE + LSE * D) * (T * m - Z * M), keys),
+        "rows": Work(2 * tile * (2 * D + E), tile, q * (2 * D + E) + both + vectors, W * (D + E) * (T * n - Z / G * N), rows, q * D, both),
+        # those of "keys" and dS K; dQ is added to in float32, read and written once for every visible tile
+        "one_pass": Work(2 * tile * (3 * D + 2 * E), tile, q * (D + E) + 2 * both + vectors + 2 * sums, (row + 2 * LSE * D) * (T * m - Z * M), keys,
+                         both + sums, (row + LSE * D) * Z * M),
         # Q K^T, dO V^T: the gradient of a bias, a tile to a program
-        "dense": Work(2 * tile * (D + E), tile, q * (D + E) + k * (D + E) + vectors, W * (D + E) * (T * (m + n) - Z * M - Z / G * N), rows * sympy.ceiling(N / n)),
-        # delta = rowsum(dO * O), and dQ from its float32 sum: no products
-        "delta": Work(sympy.Integer(0), sympy.Integer(0), 2 * Z * M * E * W + 3 * LSE * Z * M, sympy.Integer(0), rows),
-        "sum": Work(sympy.Integer(0), sympy.Integer(0), Z * M * D * (2 * LSE + W), sympy.Integer(0), rows),
+        "dense": Work(2 * tile * (D + E), tile, q * (D + E) + both + vectors, W * (D + E) * (T * (m + n) - Z * M - Z / G * N), rows * sympy.ceiling(N / n), none, none),
+        # delta = rowsum(dO * O), with it 0 for dQ's float32 sum, and dQ from that: no products
+        "delta": Work(none, none, 2 * q * E + LSE * Z * M + vectors, none, rows, vectors, none),
+        "reset": Work(none, none, 2 * q * E + LSE * Z * M + vectors + sums, none, rows, vectors + sums, none),
+        "sum": Work(none, none, sums + q * D, none, rows, q * D, none),
         # maximum, sum and accumulator of each of T parts of the keys of a row, written by "forward" and read again
-        "combine": Work(sympy.Integer(0), sympy.Integer(0), 2 * LSE * Z * M * T * (E + 2), sympy.Integer(0), Z * M),
+        "combine": Work(none, none, 2 * LSE * Z * M * T * (E + 2), none, Z * M, none, none),
     }
 
 
@@ -89,7 +96,7 @@ def _compiled(kernel: str):
     import sympy
     found = formulas()[kernel]
     return sympy.lambdify(sympy.symbols(SYMBOLS, positive=True, integer=True),
-                          [found.products, found.exps, found.once, found.again, found.outer], "math")
+                          [getattr(found, f.name) for f in fields(Work)], "math", cse=True)
 
 
 def limit(kernel: str):
@@ -143,7 +150,7 @@ def kernels(plan: Plan) -> tuple[tuple[str, Plan], ...]:
         return (("forward", plan), *([("combine", plan)] if plan.parts != 1 else []))
     dense = (("dense", plan.dense),) if plan.dense is not None and not plan.stored else ()
     if plan.rows is None:
-        return ("delta", plan), ("one_pass", plan), ("sum", plan), *dense
+        return ("reset", plan), ("one_pass", plan), ("sum", plan), *dense
     return ("delta", plan), ("rows", plan.rows), ("keys", plan), *dense
 
 
@@ -186,7 +193,8 @@ def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
 def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes that all kernels of a plan read and write with SRAM as the only cache, as the papers count them."""
     known = facts(spec, problem)
-    return round(sum(sum(traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0])[2:4]) for kernel, own in kernels(plan)))
+    works = [traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0]) for kernel, own in kernels(plan)]
+    return round(sum(work.once + work.again for work in works))
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,8 @@ class Facts:
     steps       other operations for each element
     loads       (bytes of an element, is it read at j - i?, elements in all) of each tensor with an element for every query and key
     rows, keys  loops of a program over keys, and over rows: one, and one for each end at which a mask cuts tiles
+    uneven      how unequally many keys rows see, from 0 (all see as many) to 1 (as under a causal mask)
+    long_first  are the last rows those with most keys; the first keys those that most rows see? Then the schedules start them first
     """
 
     visible: Expr
@@ -215,6 +225,8 @@ class Facts:
     loads: tuple[tuple[int, bool, int], ...]
     rows: int
     keys: int
+    uneven: float
+    long_first: tuple[bool, bool]
     given: tuple[tuple[str, int], ...]
 
     def tiles(self, m: int, n: int) -> tuple[float, float]:
@@ -236,10 +248,12 @@ def facts(spec: AttentionSpec, problem: Problem) -> Facts:
             whole = problem.M + problem.N if is_relative(load) else problem.M * problem.N
             loads.append((WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind], is_relative(load),
                           whole * math.prod(extents[a] for a in spec.axes if a in load.variables)))
+    given = known_names(spec, problem.extents, problem.sizes)
+    by_rows, by_keys = bounds(spec.visible, "j"), bounds(spec.visible, "i")
     return Facts(spec.visible, z, max(z // max(own, 1), 1), problem.M, problem.N, padded(problem.D), padded(problem.Dv), WIDTHS[problem.dtype],
                  calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu") + vectors), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
-                 tuple(loads), _loops(spec.visible, "j"), _loops(spec.visible, "i"),
-                 known_names(spec, problem.extents, problem.sizes))
+                 tuple(loads), _loops(spec.visible, "j"), _loops(spec.visible, "i"), unevenness(spec.visible, problem.M, problem.N, given),
+                 (Var("i1") in by_rows.hi.leaves, Var("j0") in by_keys.lo.leaves and by_keys.hi == Var("M")), given)
 
 
 def _loops(visible: Expr, over: str) -> int:
@@ -247,20 +261,31 @@ def _loops(visible: Expr, over: str) -> int:
     return 1 if found.is_total or not found.has_full else 2 if found.starts_full or over == "i" and found.full_hi == Var("M") else 3
 
 
-def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> tuple[float, float, float, float, float]:
-    """The formulas' values: products, exps, bytes once, bytes again, programs."""
-    products, exps, once, again, outer = _compiled(kernel)(known.z, known.share, known.M, known.N, known.D, known.E, known.width, m, n, visible)
+def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
+    """The formulas' values."""
+    products, exps, once, again, *rest = _compiled(kernel)(known.z, known.share, known.M, known.N, known.D, known.E, known.width, m, n, visible)
     if products:
         for width, relative, whole in known.loads:
             read = visible * (m + n if relative else m * n)
             own = min(read, whole)
             once, again = once + width * own, again + width * (read - own)
-    return products, exps, once, max(again, 0), outer
+    return Work(products, exps, once, max(again, 0), *rest)
+
+
+def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> tuple[float, float]:
+    """(bytes that a kernel moves between the L2 cache and device memory, those that a counter sees while it runs). work: of `traffic`; parts: of the keys, each
+    read by programs of its own."""
+    if not (work.streamed and work.outer):
+        return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1))
+    by_keys, streams, programs, outer = kernel in ("keys", "one_pass"), parts * known.z / known.share, gpu.sms * resident, work.outer * parts
+    together = l2.at_once(schedule, kernel, streams, work.streamed, outer, programs, known.long_first[by_keys])
+    apart = l2.apart(known.uneven, known.share, together, outer / streams, programs) if by_keys else 0.0
+    return l2.device_bytes(work.once, work.again, work.written, work.streamed, streams, together, outer, programs, apart, gpu.l2)
 
 
 def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
              counts: tuple[float, float] | None = None, parts: int = 1) -> tuple[Rate, float, float, float]:
-    """(seconds that each term of `Rate` takes at the rates of the data sheet, bytes once, bytes again, seconds of waiting for tiles one by one).
+    """(seconds that each term of `Rate` takes at the rates of the data sheet, bytes of device memory, bytes with SRAM alone, seconds of waiting for tiles one by one).
 
     scalar     float32 products, on the ordinary units
     resident   programs that a multiprocessor holds at once
@@ -272,10 +297,11 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     if not known.z * known.M * known.N:
         return Rate(), 0.0, 0.0, 0.0
     visible, partial = known.tiles(m, n) if counts is None else counts
-    products, exps, once, again, outer = traffic(kernel, known, m, n, visible)
-    outer = outer * parts
+    work = traffic(kernel, known, m, n, visible)
+    products, exps, once, outer = work.products, work.exps, work.once, work.outer * parts
+    moved, all_bytes = device_bytes(schedule, kernel, work, known, gpu, resident, parts)[0], once + work.again
     if not products or not outer:
-        return Rate(launch=1.0), once, again, 0.0
+        return Rate(launch=1.0), moved, all_bytes, 0.0
     by_keys, mean = kernel in ("keys", "one_pass"), outer / (gpu.sms * resident)
     rows, inner = (n, m) if by_keys else (m, n)
     warpgroups = gpu.is_hopper and not scalar
@@ -283,9 +309,11 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     waves, element = mean * _tail(mean), exps / gpu.exp_rate * tail
     matrix, each = products / gpu.matrix_rate * tail, visible / (gpu.sms * resident) * _tail(mean)
     loops = known.keys * known.share if by_keys else known.rows
-    far = once / max(once + again, 1) if mean > 2 else 1.0  # tiles that nobody has read before: of programs that all start at once, all
-    beside = min(resident, math.ceil(outer / gpu.sms))
-    waiting = each * ((NEAR + (FAR - NEAR) * far) / max(1, stages - (schedule == "triton")) + beside * inner * (known.D + known.E) * known.width / STREAM)
+    far = once / max(all_bytes, 1) if mean > 2 else 1.0  # tiles that nobody has read before: of programs that all start at once, all
+    full, rest = divmod(outer, gpu.sms * resident)  # waves of programs, and what the last one has
+    beside = full * resident + math.ceil(rest / gpu.sms)
+    latency, stream = (NEAR + (FAR - NEAR) * far) / max(1, stages - (schedule == "triton")), inner * (known.D + known.E) * known.width / STREAM
+    waiting = visible / outer * ((full + (rest > 0)) * (latency + STEP) + beside * stream)
     loads = sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads what belongs to j - i while products run
     pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
     return Rate(
@@ -295,7 +323,7 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
         function=element * known.functions, step=element * known.steps, random=element * known.random, load=element * loads,
         pressure=element * pressure, partial=element * partial / max(visible, 1), tile=each, shallow=each * (stages < (3 if schedule == "triton" else 2)),
         narrow=each * (inner < 64), nested=each * (by_keys and known.share > 1), shared=matrix * (by_keys and known.share > 1),
-        turn=waves, restart=waves * (loops - 1), launch=1.0), once, again, waiting
+        turn=waves, restart=waves * (loops - 1), launch=1.0), moved, all_bytes, waiting
 
 
 def _tail(mean: float) -> float:
@@ -306,8 +334,8 @@ def _tail(mean: float) -> float:
 def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
                 counts: tuple[float, float] | None = None, parts: int = 1) -> Cost:
     """Predicted cost of one kernel. Arguments as `features`."""
-    found, once, again, waiting = features(schedule, kernel, tiles, known, gpu, scalar, resident, registers, counts, parts)
-    memory, cache = max(once / (gpu.bandwidth * BANDWIDTH), waiting), (once + again) / (gpu.bandwidth * CACHE)
+    found, device, all_bytes, waiting = features(schedule, kernel, tiles, known, gpu, scalar, resident, registers, counts, parts)
+    memory, cache = max(device / (gpu.bandwidth * BANDWIDTH), waiting), all_bytes / (gpu.bandwidth * CACHE)
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, LAUNCH)

@@ -5,7 +5,7 @@ import functools
 
 from ..expr import QK, Call, Load, Var, walk
 from ..region import Problem
-from ..spec import AttentionSpec
+from ..spec import BLOCK, AttentionSpec
 from .captured import is_relative
 from .gpu import GPU
 from .factors import peel
@@ -24,6 +24,12 @@ def padded(size: int) -> int:
 def grouped(spec: AttentionSpec) -> bool:
     """Do several queries' batch indices share keys and values?"""
     return not set(spec.axes) <= spec.k | spec.v
+
+
+@functools.lru_cache(maxsize=1024)
+def _across(spec: AttentionSpec) -> tuple[Load, ...]:
+    """Reads of tensors with an element for every query and key."""
+    return tuple(load for load in spec.loads if {"i", "j"} <= load.variables)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,7 +67,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
     width, found = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype]), units(problem, gpu)
     loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
-    across = [load for load in spec.loads if {"i", "j"} <= load.variables]
+    across = _across(spec)
     tiled_loads = sum(_staged(load, kernel, tiles, problem) if found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
     exchanged = width == 4 or spec.dropout > 0 and (found != "wgmma" or kernel == "keys" or tiles[0] < 64)  # among threads
     more = tiled_loads + (4 * m * n + 4096) * exchanged
@@ -79,12 +85,47 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     elif found == "mma" and gpu.vendor == "NVIDIA" and is_exact(spec, problem):
         narrowest = min(c.width for size in (problem.D, problem.Dv) for c in chunks(size))
         return total + 2 * m * n * (outer < narrowest)  # weights become an operand through shared memory, unless that lies where q came through
+    elif found == "wgmma" and is_exact(spec, problem, outer < 64) and (outer >= 64 or d == dv <= 256 and len(chunks(problem.D)) == 1):
+        return _stacked(kernel, tiles, problem, spec, tiled_loads)
     elif found == "wgmma" and outer >= 64:
-        barriers = -(-8 * stages // 16) * 16 + 8 * stages
-        alone = not spec.dropout and not spec.loads
-        return total + (barriers if alone and not spec.is_masked else 1024 if alone else 2048)  # several loops' buffers are aligned
+        return total + 2048
     staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability[0] in (10, 11) else 0  # tensor memory is filled through it
     return total + m * n * width * (2 if kernel != "forward" else 1) + (m * dv if kernel == "forward" and problem.D == problem.Dv else 0) + staged + 2048
+
+
+@functools.lru_cache(maxsize=4096)
+def _loop(kernel: str, spec: AttentionSpec, problem: Problem) -> tuple[list[int], list[int], bool, bool]:
+    """(bytes of a row of each piece of a head of q or k, and of v; are there two loops, over full tiles and over those that a mask cuts?; are tensors read across?)."""
+    rows = [[c.width * WIDTHS[dtype] for c in chunks(head)] for head, dtype in ((problem.D, problem.dtype), (problem.Dv, problem.v_dtype))]
+    found = bounds(spec.visible, "i" if kernel == "keys" else "j")
+    two = found.has_full and not (found.is_total and (kernel == "keys" or problem.N % BLOCK == 0))
+    return *rows, two, bool(_across(spec))
+
+
+def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, staged: int) -> int:
+    """On Hopper: a loop's buffers by size, the largest first, as Triton's allocator (lib/Analysis/Allocation.cpp) places them. Where there are two loops,
+    each has its own in the same place, and what the program holds throughout lies in front of them or behind. staged: bytes of tensors read across."""
+    m, n, warps, stages = tiles
+    q, v, two, across = _loop(kernel, spec, problem)
+    keys = kernel == "keys"
+    inner, outer = (m, n) if keys else (n, m)
+    older = outer < 64  # products whose operands come from registers: a tile is free when it has been read, and weights are exchanged through shared memory
+    copies = stages - 1 if older else stages
+    held = sorted(((outer * row, 16 if older else min(1024, 8 * row)) for row in (q if kernel == "forward" else q + v)), reverse=True)
+    ring = [(copies * inner * row, 16 if older else min(1024, 8 * row)) for row in q + v]
+    largest = max(ring)[0]
+    ring += [(8 * copies, 16)] * 2 + [(2 * m * n, 16)] * older + [(staged, 16)] * across  # barriers, weights
+    if keys:  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
+        vectors = 1 + (spec.dropout > 0)
+        ring += [(4 * m * max(1, stages - 1), 16)] * vectors + [(4 * m, 16)] * (warps * 32 == m and not older and not across and vectors == 1)
+    if two and older and kernel != "rows":
+        held = []  # read into registers before the first
+    parts = [b for b in held if b[0] >= largest], sorted(ring, reverse=True), [b for b in held if b[0] < largest]
+    top = 0
+    for part in parts if two else (sorted(held + ring, reverse=True),):
+        for size, place in part:
+            top = -(-top // place) * place + size
+    return top
 
 
 def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: Problem) -> int:
@@ -95,10 +136,15 @@ def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: 
     return 512 * warps if kernel == "keys" else WIDTHS[problem.dtype] * m * n * max(1, stages - 1)
 
 
-def is_exact(spec: AttentionSpec, problem: Problem) -> bool:
-    """Does `shared_bytes` know what the compiler takes?"""
-    return peel(spec.score)[0] == QK and not spec.dropout and not spec.visible.loads and "float32" not in (problem.dtype, problem.v_dtype) \
-        and problem.D % 16 == problem.Dv % 16 == 0
+@functools.lru_cache(maxsize=4096)
+def is_exact(spec: AttentionSpec, problem: Problem, older: bool = True) -> bool:
+    """Does `shared_bytes` know what the compiler takes? older: for products whose operands come from registers; Hopper's take captured tensors and dropout too."""
+    if spec.visible.loads or "float32" in (problem.dtype, problem.v_dtype) or problem.D % 16 or problem.Dv % 16:
+        return False
+    if older:
+        return peel(spec.score)[0] == QK and not spec.dropout
+    tiled = lambda load: {"i", "j"} <= load.variables and load.kind == "float" and load.index[-1] == Var("j")
+    return all(tiled(load) or not {"i", "j"} & load.variables for load in spec.loads)
 
 
 REGISTERS = {
@@ -120,12 +166,14 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     fixed, accumulators, scores, steps, loads, random, masked, shared, wide, operands, pieces = REGISTERS[kernel]
     held = {"forward": m * dv, "keys": n * (d + dv), "rows": m * d, "dense": m * n}[kernel]
     inner, rows = (m, n) if kernel == "keys" else (n, m)
-    across = [load for load in spec.loads if {"i", "j"} <= load.variables]
+    across = _across(spec)
     addresses = any(load.index[-1] != Var("j") for load in across)  # of each element
     each = scores + steps * has_steps(spec) + loads * bool(across) + 4 * addresses + random * (spec.dropout > 0)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
              + shared * (spec.is_masked and grouped(spec)) + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += 6 * bool(spec.visible.loads)
+    if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6
+        return 44 + (1.15 * (held + m * n) + (each - scores) * m * n) / threads + masked * spec.is_masked
     if kernel == "dense" or rows >= 16 * warps and rows >= 64:
         return found
     if rows >= 64:  # warps that divide the columns: what belongs to a row is there several times

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ..expr import Const
 from ..spec import BLOCK
-from .parts import Loop, Loops, Site, flatten
+from .loops import Loop, Loops
+from .parts import Site, flatten
 from .program import Program
 from .ranges import Bounds
 from .writer import Writer
@@ -19,7 +20,7 @@ from .writer import Writer
 
 @dataclass(frozen=True)
 class ListedLoops:
-    """As `parts.Loops`, with tiles from a list. `site.listed` chooses; `loops` makes either."""
+    """As `loops.Loops`, with tiles from a list. `site.listed` chooses; `loops` makes either."""
 
     index: str                # "i" or "j"
     found: Bounds

@@ -69,16 +69,16 @@ BANDWIDTH, CACHE = 0.85, 2.5
 LAUNCH = 3e-6
 """Seconds from one kernel's end to the next one's work, for kernels without tiles."""
 
-NEAR, FAR, STREAM = 0.3e-6, 0.95e-6, 1e11
-"""Seconds until the first byte of a tile arrives from the L2 cache and from device memory, and bytes per second into one multiprocessor after it:
-what a program waits for that does nothing else, as in decoding."""
+NEAR, FAR, STREAM, STEP = 0.3e-6, 0.95e-6, 1e11, 0.05e-6
+"""Seconds until the first byte of a tile arrives from the L2 cache and from device memory, bytes per second into one multiprocessor after it, and seconds
+from a tile's last byte to asking for another: what a program waits for that does nothing else, as in decoding."""
 
 RATES: dict[tuple[str, str], Rate] = {
     ('hopper', 'forward'): Rate(matrix=0.951, pieces=0.0138, slim=0.363, element=0.791, function=0.825, step=0.231, random=1.7, load=0.434, pressure=9.42, partial=1.08, tile=1.84e-07, turn=4.6e-07, restart=7.06e-07, launch=1.19e-05),  # 241 measurements; random of four
     ('hopper', 'one_pass'): Rate(matrix=0.815, pieces=0.75, shared=0.0926, element=2.52, function=0.591, step=0.000188, random=0.9, load=0.852, pressure=3.82, partial=0.0923, shallow=4.3e-07, nested=6.95e-07, turn=6.45e-06),  # 58 measurements; random of four
-    ('triton', 'forward'): Rate(matrix=1.41, scalar=6.14, split=2.02, pieces=0.367, slim=0.329, element=0.919, wide=0.0477, solo=0.422, function=0.724, step=0.0994, random=3.07, load=0.745, pressure=0.371, partial=0.884, shallow=1.55e-07, narrow=5.8e-08, turn=2.72e-06, launch=7.73e-06),  # 442 measurements
-    ('triton', 'keys'): Rate(matrix=1.35, scalar=11.1, older=2.39, split=1.59, pieces=0.394, slim=0.341, element=0.978, wide=0.484, solo=1.11, function=1.05, random=3.63, load=3.55, partial=0.111, tile=3.41e-08, shallow=7.03e-09, nested=6.61e-07, turn=3.75e-06, restart=8e-07, launch=7.95e-06),  # 279 measurements
-    ('triton', 'rows'): Rate(matrix=1.03, scalar=13.5, older=2.13, split=2.84, pieces=0.327, element=0.551, wide=0.247, solo=0.818, function=1.15, step=0.0541, random=3.24, load=1.35, partial=0.925, tile=9.47e-08, shallow=2.2e-07, narrow=1.28e-07, turn=3.02e-06, launch=9.02e-06),  # 348 measurements
+    ('triton', 'forward'): Rate(matrix=1.4, scalar=6.12, split=1.93, pieces=0.382, slim=0.268, element=0.866, wide=0.0464, solo=0.399, function=0.706, step=0.0946, random=3.05, load=0.712, pressure=0.374, partial=0.785, tile=3.58e-08, shallow=1.68e-07, narrow=7.2e-08, turn=2.76e-06, launch=7.56e-06),  # 428 measurements
+    ('triton', 'keys'): Rate(matrix=1.3, scalar=11, older=2.32, split=1.58, pieces=0.37, slim=0.299, element=0.873, wide=0.503, broad=0.0361, solo=1.13, function=1.02, random=3.52, load=3.5, partial=0.199, tile=9.53e-08, shallow=3.47e-08, nested=6.35e-07, turn=3.66e-06, restart=7.73e-07, launch=8.16e-06),  # 275 measurements
+    ('triton', 'rows'): Rate(matrix=0.948, scalar=13.5, older=2.05, split=2.81, pieces=0.318, slim=0.0642, element=0.52, wide=0.262, broad=0.0566, solo=0.851, function=1.13, step=0.0865, random=3.21, load=1.26, partial=0.793, tile=1.49e-07, shallow=2.15e-07, narrow=8.43e-08, turn=3.42e-06, restart=3.6e-08, launch=8e-06),  # 338 measurements
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 20 measurements
 }
 """(schedule, kernel) -> Rate."""

@@ -128,6 +128,18 @@ def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: t
     return full * rows / count, partial * rows / count
 
 
+@functools.lru_cache(maxsize=4096)
+def unevenness(visible: Expr, M: int, N: int, given: tuple[tuple[str, int], ...]) -> float:
+    """How unequally many keys rows see, by a sample: 0 if all see as many, 1 if numbers from 0 to N are as likely (a causal mask). given: as `estimate`."""
+    ends, names, seen = _ends(visible), {**dict(given), "M": M, "N": N}, []
+    for s in range(min(M, SAMPLES)):
+        i = (2 * s + 1) * M // (2 * min(M, SAMPLES))
+        lo, hi, *_ = ends({**names, "i0": i, "i1": i})
+        seen.append(max(0, int(hi) - int(lo)))
+    mean = sum(seen) / max(len(seen), 1)
+    return min(1.0, 2 * sum(abs(n - mean) for n in seen) / (len(seen) * mean)) if mean else 0.0
+
+
 @functools.lru_cache(maxsize=1024)
 def _ends(visible: Expr):
     """The four bounds as one Python function of the values of their names."""

@@ -16,8 +16,8 @@ import torch
 import flashfx
 from flashfx.codegen.gpu import BY_NAME, GPU, KIB
 
-SMALL = GPU(name="small", capability=(8, 6), sms=16, shared_per_block=48 * KIB, shared_per_sm=64 * KIB, registers=65536, bandwidth=192e9,
-            matrix_rate=20e12, clock=1.5e9, source="an imagined card")
+SMALL = GPU(name="small", capability=(8, 6), sms=16, shared_per_block=48 * KIB, shared_per_sm=64 * KIB, registers=65536, l2=2 * KIB ** 2,
+            bandwidth=192e9, matrix_rate=20e12, clock=1.5e9, source="an imagined card")
 
 
 def attention(q, k, v):

@@ -132,15 +132,22 @@ def _warn_once(sites: int, why) -> None:
                   f"{why.hint or 'flashfx.explain says more'}. flashfx.explain(model, ...) reports every site", FlashFXWarning, stacklevel=2)
 
 
-def _no_kernel(spec, problem, device: torch.device, card=None) -> str | None:
-    """Why the generated kernels cannot run a site on its device, as `card` if that is given; the tiled PyTorch schedule runs everything elsewhere."""
+def _no_kernel(spec, problem, device: torch.device, fixed: bool, card=None, training: bool | None = None) -> tuple[str, str] | None:
+    """(why the generated kernels cannot or should not run a site on its device, as `card` if that is given, and a hint), or None; the tiled PyTorch schedule
+    runs everything elsewhere. fixed: its sizes are, and it is written out; training: None if a slower site is rewritten all the same."""
     if device.type != "cuda":
         return None
+    other = "use another dtype or head size, or run this model without FlashFX on this device"
     if torch.version.hip and card is None:
-        return "the generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's"
+        return "the generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's", other
+    from .codegen import original
     from .codegen.gpu import current
     from .codegen.plan import why_not
-    return why_not(spec, problem, card or current(device))
+    card = card or current(device)
+    if reason := why_not(spec, problem, card):
+        return reason, other
+    reason = original.faster(spec, problem, card, training) if fixed and training is not None else None
+    return reason and (reason, 'options={"decline": False} rewrites it all the same and saves memory; so may another dtype, or torch.set_float32_matmul_precision("high")')
 
 
 def _summarise(spec, problem) -> bool:
@@ -152,11 +159,12 @@ def rewrite_graph(gm: fx.GraphModule, options: Options, card=None, clock=None) -
     """Rewrite `gm` in place under `options`; dumps and verifies if asked to. card: the GPU to rewrite for, wherever the tensors are; clock: times each
     site (`flashfx.passes.pipeline.rewrite`). Raises VerifyError."""
     from torch._functorch import config as functorch_config
+    from .capture import needs_gradients
     from .passes.pipeline import rewrite
     from . import op
     before = gm.print_readable(print_output=False) if options.dump else ""
     regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, clock=clock, summarise=_summarise,
-                      why_not=functools.partial(_no_kernel, card=card), device=None if card is None else torch.device("cuda"))
+                      why_not=functools.partial(_no_kernel, card=card, training=needs_gradients(gm) if options.decline else None), device=None if card is None else torch.device("cuda"))
     if options.verify:
         from .verification import raise_if_wrong
         raise_if_wrong(regions)

@@ -16,6 +16,7 @@ class Options:
     verify   compare every rewritten site with its original in float64 at compile time; a difference raises VerifyError
     disable  leave every site alone: plain `inner`
     dump     folder that receives, per compiled graph, the graph before and after, the report and the kernels as runnable files
+    decline  leave a site alone that is predicted clearly faster as it is; False rewrites it all the same
     autotune  measure the best few plans of each site on the GPU, at its first call with new sizes; the fastest is kept on disk. Holds for the process
     """
 
@@ -23,12 +24,13 @@ class Options:
     verify: bool = False
     disable: bool = False
     dump: str | None = None
+    decline: bool = True
     autotune: bool = False
 
     def __post_init__(self):
         if self.inner not in INNER:
             raise OptionError(f"option inner={self.inner!r}: choose one of {', '.join(map(repr, INNER))}")
-        for name in ("verify", "disable", "autotune"):
+        for name in ("verify", "disable", "decline", "autotune"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name}={getattr(self, name)!r}: True or False is expected")
         if self.dump is not None and not isinstance(self.dump, str):

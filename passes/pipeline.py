@@ -102,7 +102,8 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     verify compares each rewritten site with its original; what it finds is in `Region.checked`.
     clock times each rewritten site and its original (`flashfx.passes.measure`), equal ones once; what it says is in `Region.measured`.
     device is where the graph will run, the operands' own unless given.
-    why_not(spec, problem, device) says why no kernel can run a site there, or None; without it every site counts as runnable.
+    why_not(spec, problem, device, fixed) says why no kernel can or should run a site there, and a hint, or None; without it every site counts as runnable.
+    fixed: it is written out, and none of its sizes is symbolic.
     summarise(spec, problem) says whether the mask is worth a run-time summary; without it none is.
     """
     regions: list[Region] = []
@@ -179,7 +180,7 @@ def _readable(gm: fx.GraphModule) -> ValueGraph | None:
 def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: bool, why_not, device) -> dict[Site, Lifted]:
     """lift, check and plan each site; what may be spliced. Records say why the others may not."""
     found: dict[Site, Lifted] = {}
-    planned: dict[tuple, str | None] = {}
+    planned: dict[tuple, tuple[str, str] | None] = {}
     for site, record in records.items():
         stage = "lift"
         record.reached.append("a scaled_dot_product_attention call" if site.weights is None else "a softmax between two matrix products")
@@ -189,11 +190,12 @@ def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: boo
             problem = check(site, lifted, vg.shape_env, dropout_allowed, device)
             record.reached.append("sizes, dtypes and device are ones that the kernels take")
             stage = "plan"
-            key = (lifted.spec, problem, device or site.out.fake.device)  # repeated layers are planned once
+            fixed = site.weights is not None and all(isinstance(n, int) for n in (*lifted.extents.values(), *lifted.sizes))
+            key = (lifted.spec, problem, device or site.out.fake.device, fixed)  # repeated layers are planned once
             if why_not is not None and key not in planned:
                 planned[key] = why_not(*key)
-            if (reason := planned.get(key)) is not None:
-                raise Refused(reason, site.out, "use another dtype or head size, or run this model without FlashFX on this device")
+            if (no := planned.get(key)) is not None:
+                raise Refused(no[0], site.out, no[1])
             record.reached.append("tiles fit the device")
             found[site] = record.lifted = lifted
             record.problem = problem

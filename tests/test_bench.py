@@ -123,12 +123,22 @@ def test_bad_arguments(arguments, says):
 
 
 def test_counters_are_read_from_what_ncu_prints():
-    from flashfx.bench.figure2 import COUNTERS, counted
+    from flashfx.bench.counters import COUNTERS, counted
     line = lambda number, kernel, metric, value: f'"{number}","7","python","host","{kernel}","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0","","{metric}","byte","{value}"'
     head = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
     text = "==PROF== Connected\n" + "\n".join([head, line(0, "attention_forward", COUNTERS[0], "1,000"), line(0, "attention_forward", COUNTERS[1], "24"),
                                               line(1, "attention_delta", COUNTERS[0], "5"), line(1, "attention_delta", "other", "9")])
     assert counted(text) == [("attention_forward", 1024.0), ("attention_delta", 5.0)]
+
+
+def test_a_launch_that_was_not_counted_is_an_error():
+    from flashfx.bench.counters import KERNELS, rows
+    from flashfx.codegen.gpu import BY_NAME
+    launched = ["attention_forward", "end"] * len(KERNELS)
+    made = rows([*launched[:-6], *["attention_delta", "attention_backward_keys", "end"] * 3], [("attention_forward", 7.0)] * 7 + [("attention_delta", 1.0), ("attention_backward_keys", 2.0)] * 3, BY_NAME["H200"])
+    assert [row.counted for row in made] == [7.0] * 7 + [2.0] * 3
+    with pytest.raises(RuntimeError, match="counted 1 launches of 10"):
+        rows(launched, [("attention_forward", 7.0)], BY_NAME["H200"])
 
 
 def test_figure_2_by_the_model_alone(tmp_path):
@@ -139,3 +149,36 @@ def test_figure_2_by_the_model_alone(tmp_path):
     standard, tiled = (line.split() for line in done.output.splitlines() if line.startswith(("standard ", "tiled ")) and "," not in line)
     assert float(tiled[1]) > float(standard[1]) and float(tiled[2]) < float(standard[2])  # more operations, fewer bytes
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
+
+
+def test_a_partial_sweep_replaces_what_it_measured_anew(tmp_path):
+    from flashfx.bench.fit import points
+    from flashfx.bench.sweep import Table, grid
+    path, (first, second) = tmp_path / "tiles.json", [(str(w).split(" d=")[0], w.problems[0]) for w in grid(True)]
+    whole = Table(str(path), "card A")
+    whole.add(first, {"triton forward 64x32x4x2": 5.0, "triton forward 64x64x4x2": 6.0, "triton delta": 1.0})
+    whole.add(second, {"triton forward 64x32x4x2": 7.0})
+    whole.built([["w", "triton", "sm_90", "forward", 64, 32, 4, 2, 100, 50, 0], ["w", "triton", "sm_90", "forward", 64, 64, 4, 2, 200, 50, 0]])
+    whole.write()
+    part = Table(str(path), "card B", again=True)
+    part.add(first, {"triton forward 128x64x4x2": 4.0})
+    part.add(first, {"triton forward 128x32x4x2": 3.0})
+    part.built([["w", "triton", "sm_90", "forward", 64, 32, 4, 2, 100, 60, 0]])
+    part.write()
+    found = json.loads(path.read_text())
+    assert found["devices"] == ["card A", "card B"]
+    assert [p["us"] for p in found["points"]] == [{"triton delta": 1.0, "triton forward 128x64x4x2": 4.0, "triton forward 128x32x4x2": 3.0}, {"triton forward 64x32x4x2": 7.0}]
+    assert [p.get("remeasured") for p in found["points"]] == [{"triton forward": 1}, None]
+    assert [b[5:] for b in found["builds"]] == [[64, 4, 2, 200, 50, 0], [32, 4, 2, 100, 60, 0]]
+    assert [p.number for p in points(path)] == [0, 1]  # which half a point is in stays as it was
+    assert Table(str(path), "card C", again=True).remeasured[first] == {"triton forward": 1}
+
+
+def test_workloads_are_chosen_by_name():
+    from typer.testing import CliRunner
+
+    from flashfx.bench.command import app
+    from flashfx.bench.sweep import grid
+    assert {str(w) for w in grid(only="bias d=64,decode")} == {"bias d=64 bfloat16", "full grouped d=64 bfloat16 decode", "full grouped d=128 bfloat16 decode"}
+    done = CliRunner().invoke(app, ["tiles", "--only", "nothing of the kind"])
+    assert done.exit_code == 2 and "no workload has any of" in " ".join(done.output.replace("│", " ").split())

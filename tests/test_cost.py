@@ -49,11 +49,11 @@ def test_formulas_count_what_a_tiling_does(variant, m, n, M, D, Dv):
     z, found = 6, counted(s, p, m, n, "k")
     tiles = classify(s, m, n, M, M, p.extents)
     assert tiles.full + tiles.partial == found["tiles"]
-    products, exps, once, again, outer = cost._compiled("forward")(z, 1, M, M, D, Dv, 2, m, n, found["tiles"])
+    products, exps, once, again, outer, *_ = cost._compiled("forward")(z, 1, M, M, D, Dv, 2, m, n, found["tiles"])
     assert (products, exps, outer) == (found["products"], found["exps"], z * -(-M // m))
     assert once + again == found["inner"] + z * M * (D + Dv) * 2 + cost.LSE * z * M  # q, out and the log-sum-exp
     found = counted(s, p, m, n, "q")
-    products, _, once, again, _ = cost._compiled("keys")(z, 1, M, M, D, Dv, 2, m, n, found["tiles"])
+    products, _, once, again, *_ = cost._compiled("keys")(z, 1, M, M, D, Dv, 2, m, n, found["tiles"])
     assert products == 2 * found["products"]
     assert once + again == found["inner"] + 2 * z * M * (D + Dv) * 2  # k, v and their gradients
 
@@ -151,18 +151,18 @@ def judged(fitted: bool) -> list[tuple]:
 
 
 def test_the_choice_is_as_good_as_the_best_measured_tiles():
-    """On the held-out half: within 5 % in geometric mean, each within 15 % but for one short decoding step (measured: 1.7 %; 17 %)."""
+    """On the held-out half: within 5 % in geometric mean, each within 15 % (measured: 1.6 %, 13 %)."""
     found = judged(False)
     assert len(found) >= 69
-    lost = sorted(own / least for own, least, _ in found)
-    assert mean(lost) < 1.03 and lost[-2] < 1.15 and lost[-1] < 1.18
+    lost = [own / least for own, least, _ in found]
+    assert mean(lost) < 1.05 and max(lost) < 1.15
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 5.5 %), in the same order."""
+    """Within 25 % in geometric mean (measured: 5.7 %), in the same order (rank correlation 0.999)."""
     own, _, predicted = zip(*judged(False))
-    assert mean([p / m for p, m in zip(predicted, own)]) < 1.08
-    assert spearman(own, predicted) > 0.995
+    assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
+    assert spearman(own, predicted) > 0.9
 
 
 @pytest.mark.parametrize("schedule, kernel", RATES)
@@ -202,8 +202,8 @@ def test_grouped_queries_read_their_keys_once():
     p = Problem((2, 4, 2), 512, 512, 64, 64, "bfloat16", "bfloat16")
     alone = Problem((2, 8), 512, 512, 64, 64, "bfloat16", "bfloat16")
     found, whole = (cost.traffic("forward", cost.facts(s, q), 64, 64, 16 * 64) for s, q in ((spec(CORE["full"], "gqa"), p), (spec(CORE["full"]), alone)))
-    assert found[0] == whole[0]
-    assert whole[2] - found[2] == 2 * 4 * 512 * (64 + 64) * 2  # eight batch indices fewer
+    assert found.products == whole.products
+    assert whole.once - found.once == 2 * 4 * 512 * (64 + 64) * 2  # eight batch indices fewer
 
 
 def test_what_binds_is_what_there_is_most_of():

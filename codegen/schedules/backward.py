@@ -9,7 +9,8 @@ from __future__ import annotations
 from ...expr import QK, Expr, Load, Var
 from ..listed import ListedLoops, loops as loops_over
 from ..philox import kept_scale
-from ..parts import Loops, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, pieces
+from ..loops import Loops
+from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile, matrix, pieces
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, buffer, load_lse2, row_pointers, scaled

@@ -8,7 +8,8 @@ from __future__ import annotations
 from ...expr import QK, Expr, Var
 from ...spec import EmptyRow
 from ..listed import loops as loops_over
-from ..parts import LOG2E, Loop, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
+from ..loops import Loop
+from ..parts import LOG2E, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW

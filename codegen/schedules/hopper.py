@@ -282,7 +282,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     """Shared memory that the compiler takes for a kernel, tiles, barriers, and what partitions are handed; where `_handed` does not know that, an upper bound."""
     d, dv = padded(problem.D), padded(problem.Dv)
     queries = q_tiles(spec, problem, m, n, stages, tiled)
-    handed = None if listed else _handed(kernel, spec, problem, m, stages, queries)
+    handed = None if listed else _handed(kernel, spec, problem, m, stages, queries, tiled)
     if kernel == "forward":
         more = 2 * m * d * (queries - 1) + vector_bytes(spec, m, n, stages)
         return _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + more + (0 if handed is None else handed - 2048)
@@ -292,17 +292,19 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + stages * (4 * rows * m + captured) + (2048 if handed is None else handed)
 
 
-def _handed(kernel: str, spec: AttentionSpec, problem: Problem, m: int, stages: int, queries: int) -> int | None:
+def _handed(kernel: str, spec: AttentionSpec, problem: Problem, m: int, stages: int, queries: int, tiled: Sequence[str]) -> int | None:
     """Barriers and what partitions are handed, in bytes as the compiler lays them out, or None: known for batch and heads, queries sharing keys or not, masks
-    over indices, captured tensors that belong to a batch index; not for dropout and other tensors, nor for deterministic gradients, which have a few more."""
+    over indices, dropout (up to 16 bytes less), captured tensors that belong to a batch index, and one whose tiles come by TMA (backward: up to 48 bytes
+    less); not for other tensors, nor for deterministic gradients, which have a few more."""
     pieces, shared = len(chunks(max(problem.D, problem.Dv))) - 1, len(spec.axes) - len(spec.k)
-    other = any(load.variables & {"i", "j"} for load in spec.loads) or spec.dropout or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
+    own = [load for load in spec.loads if load.variables & {"i", "j"}]
+    other = len(own) > 1 or any(load.name not in tiled for load in own) or spec.visible.loads or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
     if other or pieces > 1 or problem.D != problem.Dv or problem.D % 16 or pieces and problem.D < 64 or len(spec.k) != 2 or shared > 1:
         return None
-    masked, third = spec.is_masked, m > 2 * ROWS
+    masked, third, more = spec.is_masked, m > 2 * ROWS, (48 if kernel == "keys" else 32) * len(own) + 16 * (spec.dropout > 0) * (1 + len(own))
     if kernel == "keys":
-        return (536 if padded(problem.D) <= 64 else 380 + 144 * pieces) + 16 * shared + 16 * (shared and masked and pieces > 0)
-    return 216 + 64 * stages + 112 * pieces + 40 * masked + 4 * third * (1 + masked) * (queries > 1) - (8 + 4 * masked) * (queries == 1) + 16 * (shared and (pieces > 0 or not masked))
+        return (536 if padded(problem.D) <= 64 else 380 + 144 * pieces) + 16 * shared + 16 * (shared and masked and pieces > 0) + more
+    return 216 + 64 * stages + 112 * pieces + 40 * masked + 4 * third * (1 + masked) * (queries > 1) - (8 + 4 * masked) * (queries == 1) + 16 * (shared and (pieces > 0 or not masked)) + more
 
 
 def options(kernel: str, m: int, n: int, warps: int, stages: int) -> dict[str, int]:

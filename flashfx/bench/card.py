@@ -20,7 +20,7 @@ def row_text(row: GPU) -> str:
     shown = {
         "name": row.name, "compute capability": "{}.{}".format(*row.capability), "multiprocessors": row.sms,
         "shared memory": f"{row.shared_per_block // KIB} KiB a block, {row.shared_per_sm // KIB} KiB a multiprocessor",
-        "registers": f"{row.registers // 1024}k a multiprocessor", "clock": f"{row.clock / 1e9:.3g} GHz",
+        "registers": f"{row.registers // 1024}k a multiprocessor", "L2 cache": f"{row.l2 / KIB ** 2:.3g} MiB", "clock": f"{row.clock / 1e9:.3g} GHz",
         "device memory": f"{row.bandwidth / 1e9:.0f} GB/s", "matrix products": f"{row.matrix_rate / 1e12:.0f} TFLOP/s (16 bit, float32 sums)",
         "exponentials": f"{row.exp_rate / 1e12:.2f} T/s", "source": row.source,
         "cost model": "calibrated on this card" if row.measured else "not measured on this card: takes the H200's shares of the peak",
@@ -62,7 +62,7 @@ def measured(device: torch.device) -> dict[str, float]:
 def measured_row(row: GPU, found: dict[str, float]) -> str:
     """The measured rates as a row of `flashfx/codegen/gpu.py`."""
     k = lambda n: n // KIB
-    return (f'_row("{row.name}", {row.capability}, {row.sms}, {k(row.shared_per_block)}, {k(row.shared_per_sm)}, {found["bandwidth"] / 1e9:.0f}, '
+    return (f'_row("{row.name}", {row.capability}, {row.sms}, {k(row.shared_per_block)}, {k(row.shared_per_sm)}, {k(k(row.l2))}, {found["bandwidth"] / 1e9:.0f}, '
             f'{found["matrix_rate"] / 1e12:.0f}, {row.clock / 1e9:.3g}, "measured by python -m flashfx gpu --measure"),')
 
 

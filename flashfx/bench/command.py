@@ -126,6 +126,7 @@ def tiles(
     quick: Annotated[bool, typer.Option(help="two small workloads, to try the command")] = False,
     processes: Annotated[int, typer.Option(help="that compile; one a core by default")] = 0,
     minutes: Annotated[float, typer.Option(help="stop after this long, with what there is")] = 60.0,
+    only: Annotated[str, typer.Option(help="comma-separated texts: workloads whose name contains one; a table that is there already keeps all else")] = "",
 ) -> None:
     """Every tile that fits, kernel by kernel, over a grid of specs: what the cost model's rates are fitted to.
 
@@ -133,13 +134,16 @@ def tiles(
 
       python -m flashfx bench tiles
       python -m flashfx bench tiles h200.json --minutes 10
+      python -m flashfx bench tiles h200.json --only "bias d=64,trained d=128"
     """
     from ..codegen.gpu import current
     from .sweep import Table, grid, sweep
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    title = device_line(where)
-    print(title, flush=True)
-    sweep(grid(quick), current(where), where, Table(path, title), processes or os.cpu_count() or 1, 60 * minutes, lambda text: print(text, flush=True))
+    title, workloads = device_line(where), grid(quick, only)
+    if not workloads:
+        raise typer.BadParameter(f"no workload has any of {only!r} in its name; there are: {', '.join(sorted({str(w) for w in grid(quick)}))}")
+    print(title, *map(str, workloads if only else ()), sep="\n", flush=True)
+    sweep(workloads, current(where), where, Table(path, title, bool(only)), processes or os.cpu_count() or 1, 60 * minutes, lambda text: print(text, flush=True))
 
 
 @app.command()
@@ -188,15 +192,19 @@ def figure2(
 
 
 @app.command("bytes")
-def counters(run: Annotated[str, typer.Option(help="launch the kernels once, for a profiler, and write their order here")] = "") -> None:
+def counters(
+    run: Annotated[str, typer.Option(help="launch the kernels once, for a profiler, and write their order here")] = "",
+    json_path: Annotated[str, typer.Option("--json", help="write what was counted here, as tests/data/h200_bytes.json")] = "",
+) -> None:
     """Bytes of device memory of ten kernels: predicted, and as Nsight Compute (ncu) counts them.
 
     Examples:
 
       python -m flashfx bench bytes
+      python -m flashfx bench bytes --json bytes.json
     """
     from ..codegen.gpu import current
-    from .figure2 import bytes_table, run_kernels
+    from .counters import as_json, measure, run_kernels, table
     if not torch.cuda.is_available():
         raise typer.BadParameter("the counters are those of a GPU, and there is none")
     where = torch.device("cuda", torch.cuda.current_device())
@@ -204,7 +212,11 @@ def counters(run: Annotated[str, typer.Option(help="launch the kernels once, for
         run_kernels(current(where), where, run)
         return
     try:
-        print(device_line(where), *bytes_table(current(where)), sep="\n")
+        found, title = measure(current(where)), device_line(where)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+    if json_path:
+        with open(json_path, "w") as file:
+            file.write(as_json(found, title))
+    print(title, *table(found, current(where)), sep="\n")

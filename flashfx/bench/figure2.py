@@ -1,16 +1,8 @@
-"""FlashAttention's Figure 2 on this machine: accesses of device memory decide the time; and the model's bytes beside Nsight Compute's counters."""
+"""FlashAttention's Figure 2 on this machine: accesses of device memory decide the time."""
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import shutil
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Sequence
 
 import torch
@@ -24,7 +16,7 @@ from ..codegen.render import render
 from ..codegen.timing import Clock, Operands, launches
 from ..region import Problem
 from ..spec import AttentionSpec
-from .sweep import shape, spec_of
+from .sweep import spec_of
 
 HELD = (True, True, True)
 NOTHING = (False, False, False)
@@ -55,7 +47,7 @@ def _both(spec: AttentionSpec, problem: Problem, gpu: GPU):
 def _products(spec: AttentionSpec, problem: Problem, plans) -> float:
     known = cost.facts(spec, problem)
     tiles = lambda own: known.tiles(own.BLOCK_M, own.BLOCK_N)[0]
-    return sum(cost.traffic(k, known, own.BLOCK_M, own.BLOCK_N, tiles(own))[0] for plan in plans for k, own in cost.kernels(plan))
+    return sum(cost.traffic(k, known, own.BLOCK_M, own.BLOCK_N, tiles(own)).products for plan in plans for k, own in cost.kernels(plan))
 
 
 def _ours(spec: AttentionSpec, problem: Problem, clock: Clock | None) -> float | None:
@@ -142,69 +134,3 @@ def draw(tables: dict[str, Sequence[Line]], path: str, title: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-# ------------------------------------------------------------------------------------------- the counters of the device
-
-KERNELS = [("full", False, 64, 2048, "forward"), ("full", False, 128, 2048, "forward"), ("causal", False, 64, 8192, "forward"), ("causal", False, 128, 8192, "forward"),
-           ("causal", True, 128, 8192, "forward"), ("bias", False, 64, 2048, "forward"), ("window", False, 64, 8192, "forward"), ("full", False, 64, 2048, "backward"),
-           ("causal", False, 128, 2048, "backward"), ("causal", True, 64, 8192, "backward")]
-"""(variant, grouped, head size, length, direction) of which the counters are read; of backward, its longest kernel."""
-NAMES = {"forward": "attention_forward", "one_pass": "attention_backward_keys", "keys": "attention_backward_keys"}
-COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-
-
-def run_kernels(gpu: GPU, device: torch.device, path: str) -> None:
-    """Launch each of KERNELS once, after those in front of it, and write which launches these are: for a profiler that watches this process."""
-    order = []
-    for variant, grouped, head, length, direction in KERNELS:
-        spec, p = spec_of(variant, grouped), shape(length, head, grouped, "bfloat16")
-        needs = HELD + (False,) * len(spec.aux)
-        forward = make_plan(spec, p, gpu, "forward", listed=False)
-        backward = make_plan(spec, p, gpu, "backward", listed=False, needs=needs) if direction == "backward" else None
-        module = load(render(spec, forward, p, needs if backward else NOTHING + needs[3:], backward).text)
-        order += [name for name, _ in launches(module, Operands(spec, p, device), direction)]
-        torch.cuda.synchronize(device)
-        order.append("end")
-    Path(path).write_text(json.dumps(order))
-
-
-def counted(text: str) -> list[tuple[str, float]]:
-    """(kernel, bytes read and written) of each launch, in order, from what `ncu --csv` printed."""
-    rows = list(csv.DictReader(io.StringIO(text[text.index('"ID"'):])))
-    found: dict[str, tuple[str, float]] = {}
-    for row in rows:
-        if row.get("Metric Name") in COUNTERS:
-            name, total = found.get(row["ID"], (row["Kernel Name"], 0.0))
-            found[row["ID"]] = name, total + float(row["Metric Value"].replace(",", ""))
-    return list(found.values())
-
-
-def bytes_table(gpu: GPU) -> list[str]:
-    """Lines: predicted and counted bytes of each of KERNELS. Raises RuntimeError where there is no `ncu` or it may not read the counters."""
-    if shutil.which("ncu") is None:
-        raise RuntimeError("ncu (Nsight Compute) is not on the PATH")
-    with tempfile.TemporaryDirectory() as folder:
-        order = Path(folder) / "order.json"
-        done = subprocess.run(["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^attention_",
-                               sys.executable, "-m", "flashfx", "bench", "bytes", "--run", str(order)], capture_output=True, text=True)
-        if done.returncode or '"ID"' not in done.stdout:
-            raise RuntimeError(f"ncu: {(done.stderr + done.stdout)[-500:]}")
-        launched = json.loads(order.read_text())
-    seen, lines = iter(counted(done.stdout)), [f"{'':<44}{'once, MB':>12}{'SRAM alone':>12}{'counted':>12}{'ratio':>8}"]
-    groups: list[list[tuple[str, float]]] = [[]]
-    for name in launched:
-        if name == "end":
-            groups.append([])
-        else:
-            groups[-1].append(next(seen))
-    for (variant, grouped, head, length, direction), group in zip(KERNELS, groups):
-        spec, p = spec_of(variant, grouped), shape(length, head, grouped, "bfloat16")
-        plan = make_plan(spec, p, gpu, direction, listed=False, needs=HELD + (False,) * len(spec.aux))
-        kernel, own = next((k, o) for k, o in cost.kernels(plan) if k in NAMES)
-        known = cost.facts(spec, p)
-        _, _, once, again, _ = cost.traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, known.tiles(own.BLOCK_M, own.BLOCK_N)[0])
-        total = sum(size for name, size in group if name.startswith(NAMES[kernel]))
-        name = f"{variant}{' grouped' if grouped else ''} d={head} N={length} {direction} ({kernel})"
-        lines.append(f"{name:<44}{once / 1e6:>12.1f}{(once + again) / 1e6:>12.1f}{total / 1e6:>12.1f}{once / max(total, 1):>8.2f}")
-    return lines

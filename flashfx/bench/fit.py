@@ -74,8 +74,8 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     else:
         registers = registers_per_thread(kernel, tiles, p, spec)
         programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu), registers)
-    found, once, again, waiting = cost.features(schedule, kernel, tiles, cost.facts(spec, p), gpu, units(p, gpu) == "fma", programs, registers)
-    return found, max(once / (gpu.bandwidth * rates.BANDWIDTH), (once + again) / (gpu.bandwidth * rates.CACHE), waiting)
+    found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, cost.facts(spec, p), gpu, units(p, gpu) == "fma", programs, registers)
+    return found, max(device / (gpu.bandwidth * rates.BANDWIDTH), all_bytes / (gpu.bandwidth * rates.CACHE), waiting)
 
 
 def fit(found: list[Point], schedule: str, kernel: str, gpu: GPU) -> tuple[Rate, int]:

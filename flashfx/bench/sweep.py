@@ -74,8 +74,11 @@ def shape(length: int, head: int, grouped: bool, dtype: str, queries: int | None
     return Problem((batch, 2, heads // 2) if grouped else (batch, heads), queries or length, length, head, head, dtype, dtype)
 
 
-def grid(quick: bool = False) -> list[Workload]:
-    """The workloads of the recorded sweep."""
+def grid(quick: bool = False, only: str = "") -> list[Workload]:
+    """The workloads of the recorded sweep. only: those whose name contains one of these texts, separated by commas."""
+    if only:
+        texts = [text.strip() for text in only.split(",") if text.strip()]
+        return [w for w in grid(quick) if any(text in str(w) for text in texts)]
     if quick:
         made = lambda name, n: Problem((2, 3), n, n, 16, 16, "float16", "float16")
         return [Workload("causal", False, (made("causal", 128),)), Workload("trained", False, (made("trained", 128),))]
@@ -203,20 +206,57 @@ ROLES = {
 
 
 class Table:
-    """What a sweep found, kept on disk as it grows."""
+    """What a sweep found, kept on disk as it grows. again: what is there already stays, but for the kernels that are measured anew.
 
-    def __init__(self, path: str, device: str):
-        self.path, self.device = Path(path), device
+    points   (variant, problem) -> kernel and tiles -> microseconds
+    devices  lines of the devices: the first measured all but what `remeasured` says, (variant, problem) -> kernel -> place of its line
+    """
+
+    def __init__(self, path: str, device: str, again: bool = False):
+        self.path, self.devices = Path(path), [device]
         self.points: dict[tuple[str, Problem], dict[str, float]] = {}
+        self.remeasured: dict[tuple[str, Problem], dict[str, int]] = {}
         self.builds: list[list] = []
         self.failed: list[str] = []
+        self.fresh: set[tuple] = set()
+        if again and self.path.exists():
+            self._read(json.loads(self.path.read_text()), device)
+
+    def _read(self, old: dict, device: str) -> None:
+        for row in old["points"]:
+            problem = Problem(tuple(row["extents"]), *(row[k] for k in ("M", "N", "D", "Dv", "dtype", "v_dtype")))
+            self.points[row["variant"], problem] = row["us"]
+            self.remeasured[row["variant"], problem] = row.get("remeasured", {})
+        self.builds, self.failed = old["builds"], old["failed"]
+        self.devices = [*old.get("devices", [old.get("device")]), device]
+
+    def add(self, key: tuple[str, Problem], found: dict[str, float]) -> None:
+        """Times of some kernels of a point; the first of a kernel takes the place of all that an earlier sweep had."""
+        times = self.points.setdefault(key, {})
+        for name, us in found.items():
+            kernel = " ".join(name.split()[:2])
+            if (key, kernel) not in self.fresh:
+                self.fresh.add((key, kernel))
+                for old in [n for n in times if n.split()[:2] == name.split()[:2]]:
+                    del times[old]
+                if len(self.devices) > 1:
+                    self.remeasured.setdefault(key, {})[kernel] = len(self.devices) - 1
+            times[name] = us
+
+    def built(self, rows: list[list]) -> None:
+        """Builds, [workload, schedule, arch, kernel, four numbers of tiles, shared, registers, spilled]; they take the place of the same kernel's, tile by tile."""
+        new = {tuple(row[:8]) for row in rows}
+        self.builds = [row for row in self.builds if tuple(row[:8]) not in new] + rows
 
     def write(self) -> None:
         """JSON: one line a point or build."""
-        points = [{"variant": w, **{k: v for k, v in vars(p).items() if k != "sizes"}, "us": {k: float(f"{t:.4g}") for k, t in us.items()}} for (w, p), us in self.points.items()]
+        points = [{"variant": w, **{k: v for k, v in vars(p).items() if k != "sizes"}, "us": {k: float(f"{t:.4g}") for k, t in us.items()},
+                   **({"remeasured": again} if (again := self.remeasured.get((w, p))) else {})} for (w, p), us in self.points.items()]
         line = lambda rows: "[\n" + ",\n".join(json.dumps(r, separators=(",", ":")) for r in rows) + "\n]"
-        text = f'{{"device": {json.dumps(self.device)},\n"points": {line(points)},\n"builds": {line(self.builds)},\n"failed": {line(self.failed)}}}\n'
-        self.path.write_text(text)
+        text = f'{{"devices": {json.dumps(self.devices)},\n"points": {line(points)},\n"builds": {line(self.builds)},\n"failed": {line(self.failed)}}}\n'
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(text)
+        temporary.replace(self.path)
 
 
 def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Table, processes: int, seconds: float, say: Callable[[str], None]) -> None:
@@ -232,7 +272,7 @@ def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Tabl
             for future in done:
                 job, reports, took, error = future.result()
                 done_jobs += 1
-                table.builds += [[str(job.workload), job.schedule, gpu.arch, role(job, r.kernel), *_tiles(job, r.kernel), r.shared, r.registers, r.spilled] for r in reports]
+                table.built([[str(job.workload), job.schedule, gpu.arch, role(job, r.kernel), *_tiles(job, r.kernel), r.shared, r.registers, r.spilled] for r in reports])
                 if error or any(r.spilled > SPILLED for r in reports):
                     if error != "refused":
                         table.failed.append(f"{job}: {error or 'spills ' + str(max(r.spilled for r in reports))}")
@@ -244,7 +284,7 @@ def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Tabl
                     try:
                         if key not in inputs:
                             inputs[key] = Operands(job.workload.spec, problem, device)
-                        table.points.setdefault(key, {}).update(measured(job, inputs[key], clock))
+                        table.add(key, measured(job, inputs[key], clock))
                     except Exception as failure:  # noqa: BLE001  one kernel that does not run must not end the sweep
                         table.failed.append(f"{job} N={problem.N}: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
                 if time.perf_counter() - written > 15:

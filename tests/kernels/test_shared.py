@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -31,7 +32,7 @@ def tiles_of(schedule: str, kernel: str, workload: Workload, gpu) -> list:
         tiles = generated("hopper", kernel, spec, p, gpu)
         return [t for t in tiles if hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) <= gpu.shared_per_block]
     if gpu.is_hopper:
-        tiles = [t for t in generated("triton", kernel, spec, p, gpu) if t[kernel == "keys"] >= 64]  # fewer rows: an upper bound
+        tiles = [t for t in generated("triton", kernel, spec, p, gpu) if t[kernel == "keys"] >= 64 or p.D <= 128]  # few rows of long heads: an upper bound
     else:
         tiles = [t for t in EVERY if not (kernel == "keys" and t[0] == 128 and t[2] == 4 or t[kernel != "keys"] == 16 or t[kernel == "keys"] == 16)]
     return [t for t in tiles if limits.shared_bytes(kernel, t, p, spec, gpu) <= gpu.shared_per_block
@@ -42,9 +43,9 @@ def captured(spec) -> tuple[str, ...]:
     return tuple(a.name for a in spec.aux if a.name == "bias")
 
 
-def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0) -> None:
+def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0, length: int = 512) -> None:
     """Every tile of every kernel, or `some` of them."""
-    gpu, workload = BY_ARCH[arch], Workload(variant, grouped, (shape(512, head, grouped, "bfloat16"),))
+    gpu, workload = BY_ARCH[arch], Workload(variant, grouped, (replace(shape(512, head, grouped, "bfloat16"), M=length, N=length),))
     spec, p = workload.spec, workload.problems[0]
     for schedule in ("triton", "hopper") if gpu.is_hopper else ("triton",):
         offers = {kernel: tiles_of(schedule, kernel, workload, gpu) for kernel in (("forward", "keys", "rows") if schedule == "triton" else ("forward", "keys"))}
@@ -63,12 +64,10 @@ def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0) -> N
                     continue
                 t = dict(job.tiles)[kernel]
                 slack = 0
-                if schedule == "triton" and gpu.is_hopper:  # where buffers of several loops begin, and what exchanges a bias among threads
-                    slack = 1024 * spec.is_masked + 2560 * bool(spec.loads)
-                elif spec.loads:  # of a bias, and of its gradient
+                if schedule == "triton" and not gpu.is_hopper and not limits.is_exact(spec, p):  # what exchanges a bias or random bits among threads
                     slack = 2560
-                elif schedule == "hopper" and kernel == "keys" and not spec.is_masked:  # Triton 3.7 hands one number fewer than 3.6
-                    slack = 16
+                elif schedule == "hopper":  # what partitions are handed: Triton 3.7 one number fewer than 3.6; a few fewer beside a bias, or with dropout
+                    slack = 48 * (kernel == "keys" and bool(spec.loads)) + 16 * (kernel == "keys" and not spec.is_masked) + 16 * (spec.dropout > 0)
                 predicted = hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) if schedule == "hopper" else \
                     limits.shared_bytes(kernel, t, p, spec, gpu)
                 assert predicted - slack <= size <= predicted, (str(job), kernel, size, predicted)
@@ -76,14 +75,21 @@ def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0) -> N
 
 @pytest.mark.parametrize("arch, variant, grouped, head", [
     ("sm_80", "causal", False, 64), ("sm_80", "full", True, 128), ("sm_89", "causal", True, 80), ("sm_90", "full", False, 64), ("sm_90", "causal", False, 128),
-    ("sm_90", "full", True, 96), ("sm_90", "bias", False, 64)])
+    ("sm_90", "full", True, 96), ("sm_90", "bias", False, 64), ("sm_90", "dropout", False, 64)])
 def test_shared_memory_is_the_compilers(arch, variant, grouped, head):
     check(arch, variant, grouped, head, some=4)
 
 
+@pytest.mark.parametrize("variant", ["full", "causal"])
+def test_shared_memory_of_few_rows(variant):
+    """Tiles of 16 and 32 rows, on Hopper by the older instruction."""
+    check("sm_90", variant, False, 64, some=6, length=48)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
-@pytest.mark.parametrize("variant, grouped", [("full", False), ("causal", False), ("full", True), ("causal", True), ("window", False)])
+@pytest.mark.parametrize("variant, grouped", [("full", False), ("causal", False), ("full", True), ("causal", True), ("window", False), ("dropout", False), ("softcap", False),
+                                              ("alibi", False), ("bias", False), ("trained", False)])
 @pytest.mark.parametrize("head", HEADS)
 def test_shared_memory_everywhere(arch, variant, grouped, head):
     check(arch, variant, grouped, head)

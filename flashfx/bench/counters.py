@@ -1,0 +1,145 @@
+"""`python -m flashfx bench bytes`: the model's bytes of device memory beside Nsight Compute's DRAM counters."""
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Sequence
+
+import torch
+
+from ..codegen import cost
+from ..codegen.gpu import GPU
+from ..codegen.limits import registers_per_thread, resident, shared_bytes
+from ..codegen.load import load
+from ..codegen.plan import Plan, make_plan
+from ..codegen.render import render
+from ..codegen.timing import Operands, launches
+from .sweep import shape, spec_of
+
+KERNELS = [("full", False, 64, 2048, "forward"), ("full", False, 128, 2048, "forward"), ("causal", False, 64, 8192, "forward"), ("causal", False, 128, 8192, "forward"),
+           ("causal", True, 128, 8192, "forward"), ("bias", False, 64, 2048, "forward"), ("window", False, 64, 8192, "forward"), ("full", False, 64, 2048, "backward"),
+           ("causal", False, 128, 2048, "backward"), ("causal", True, 64, 8192, "backward")]
+"""(variant, grouped, head size, length, direction) of which the counters are read; of backward, its longest kernel."""
+NAMES = {"forward": "attention_forward", "one_pass": "attention_backward_keys", "keys": "attention_backward_keys"}
+COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+SOURCE = f"Nsight Compute, {' + '.join(COUNTERS)}, caches flushed before each kernel"
+WITHIN = 1.15
+"""How far prediction and counters may differ, as a factor."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel: what ran, and the bytes that the L2 cache reads from and writes to device memory while it runs, as counted."""
+
+    variant: str
+    grouped: bool
+    head_size: int
+    length: int
+    direction: str
+    schedule: str
+    kernel: str
+    tiles: tuple[int, int, int, int]
+    counted: float
+
+    def predicted(self, gpu: GPU) -> tuple[float, float, float]:
+        """(bytes with an infinite L2 cache, with SRAM alone, as the counters should see them)."""
+        spec, p = spec_of(self.variant, self.grouped), shape(self.length, self.head_size, self.grouped, "bfloat16")
+        known, (m, n, *_) = cost.facts(spec, p), self.tiles
+        work = cost.traffic(self.kernel, known, m, n, known.tiles(m, n)[0])
+        programs = 1
+        if self.schedule == "triton":
+            shared, registers = shared_bytes(self.kernel, self.tiles, p, spec, gpu), registers_per_thread(self.kernel, self.tiles, p, spec)
+            programs = resident(gpu, self.tiles[2], shared, registers)
+        return work.once, work.once + work.again, cost.device_bytes(self.schedule, self.kernel, work, known, gpu, programs)[1]
+
+    def __str__(self) -> str:
+        kernel = f" ({self.kernel})" if self.direction == "backward" else ""
+        return f"{self.variant}{' grouped' if self.grouped else ''} d={self.head_size} N={self.length} {self.direction}{kernel}"
+
+
+def _plan(given: tuple, gpu: GPU, direction: str = "") -> Plan:
+    """Of one of KERNELS, or of another direction of it."""
+    variant, grouped, head, length, own = given
+    spec = spec_of(variant, grouped)
+    return make_plan(spec, shape(length, head, grouped, "bfloat16"), gpu, direction or own, listed=False, needs=(True,) * 3 + (False,) * len(spec.aux))
+
+
+def run_kernels(gpu: GPU, device: torch.device, path: str) -> None:
+    """Launch each of KERNELS once, after those in front of it, and write which launches these are: for a profiler that watches this process."""
+    order = []
+    for given in KERNELS:
+        variant, grouped, head, length, direction = given
+        spec, p = spec_of(variant, grouped), shape(length, head, grouped, "bfloat16")
+        backward = _plan(given, gpu) if direction == "backward" else None
+        needs = (bool(backward),) * 3 + (False,) * len(spec.aux)
+        module = load(render(spec, _plan(given, gpu, "forward"), p, needs, backward).text)
+        order += [name for name, _ in launches(module, Operands(spec, p, device), direction)]
+        torch.cuda.synchronize(device)
+        order.append("end")
+    Path(path).write_text(json.dumps(order))
+
+
+def counted(text: str) -> list[tuple[str, float]]:
+    """(kernel, bytes read and written) of each launch, in order, from what `ncu --csv` printed."""
+    rows = list(csv.DictReader(io.StringIO(text[text.index('"ID"'):])))
+    found: dict[str, tuple[str, float]] = {}
+    for row in rows:
+        if row.get("Metric Name") in COUNTERS:
+            name, total = found.get(row["ID"], (row["Kernel Name"], 0.0))
+            found[row["ID"]] = name, total + float(row["Metric Value"].replace(",", ""))
+    return list(found.values())
+
+
+def measure(gpu: GPU) -> list[Row]:
+    """Each of KERNELS as counted. Raises RuntimeError where there is no `ncu` or it may not read the counters."""
+    if shutil.which("ncu") is None:
+        raise RuntimeError("ncu (Nsight Compute) is not on the PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        order = Path(folder) / "order.json"
+        done = subprocess.run(["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^attention_",
+                               sys.executable, "-m", "flashfx", "bench", "bytes", "--run", str(order)], capture_output=True, text=True)
+        if done.returncode or '"ID"' not in done.stdout:
+            raise RuntimeError(f"ncu: {(done.stderr + done.stdout)[-500:]}")
+        return rows(json.loads(order.read_text()), counted(done.stdout), gpu)
+
+
+def rows(launched: Sequence[str], found: Sequence[tuple[str, float]], gpu: GPU) -> list[Row]:
+    """What was counted of each of KERNELS. launched: names of all launches and an "end" behind each of KERNELS; found: of `counted`."""
+    if len(found) != sum(name != "end" for name in launched):
+        raise RuntimeError(f"ncu counted {len(found)} launches of {sum(name != 'end' for name in launched)}")
+    seen, made, groups = iter(found), [], [[]]
+    for name in launched:
+        groups[-1].append(next(seen)) if name != "end" else groups.append([])
+    for given, group in zip(KERNELS, groups):
+        kernel, own = next((k, o) for k, o in cost.kernels(_plan(given, gpu)) if k in NAMES)
+        made.append(Row(*given, own.schedule, kernel, own.tiles, sum(size for name, size in group if name.startswith(NAMES[kernel]))))
+    return made
+
+
+def table(found: Sequence[Row], gpu: GPU) -> list[str]:
+    """Lines: predicted and counted bytes of each row, and a verdict."""
+    lines, ratios = [f"{'':<50}{'L2 endless':>12}{'SRAM alone':>12}{'predicted':>12}{'counted, MB':>13}{'ratio':>8}"], {}
+    for row in found:
+        once, alone, predicted = row.predicted(gpu)
+        ratios[str(row)] = ratio = predicted / max(row.counted, 1)
+        lines.append(f"{row!s:<50}{once / 1e6:>12.1f}{alone / 1e6:>12.1f}{predicted / 1e6:>12.1f}{row.counted / 1e6:>13.1f}{ratio:>8.2f}")
+    worst = max(ratios, key=lambda name: max(ratios[name], 1 / max(ratios[name], 1e-9)))
+    good = sum(1 / WITHIN <= r <= WITHIN for r in ratios.values())
+    return [*lines, f"{good} of {len(ratios)} within {WITHIN - 1:.0%} of the counters; the worst is {worst}: {ratios[worst]:.2f}"]
+
+
+def as_json(found: Sequence[Row], device: str) -> str:
+    """One line a row."""
+    return f'{{"device": {json.dumps(device)},\n"source": {json.dumps(SOURCE)},\n"rows": [\n' + ",\n".join(json.dumps(asdict(r)) for r in found) + "\n]}\n"
+
+
+def read(path: str | Path) -> list[Row]:
+    """The rows of a file that `--json` wrote."""
+    return [Row(**{**row, "tiles": tuple(row["tiles"])}) for row in json.loads(Path(path).read_text())["rows"]]
