@@ -83,7 +83,7 @@ def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, 
     m, n, warps, stages = tiles
     if schedule == "hopper":
         shared = hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
-        registers = hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec, kernel))
+        registers = hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec, kernel, max(problem.D, problem.Dv)))
         limit, programs, name = hopper.register_limit(kernel, m), 1, "one_pass" if kernel == "keys" else kernel
     else:
         shared, registers = shared_bytes(kernel, tiles, problem, spec, gpu), registers_per_thread(kernel, tiles, problem, spec)

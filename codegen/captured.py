@@ -1,14 +1,16 @@
 """Gradients of captured tensors: from the gradient of one load, dense over the indices it depends on, to the tensor's own."""
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Mapping
 
 import torch
 from torch.nn.functional import pad
 
-from ..expr import FLOAT, INT, Call, Const, Expr, Load, Var
+from ..expr import FLOAT, INT, Call, Const, Expr, Load, Var, call, substitute
 from ..reference import evaluate
 from ..spec import AttentionSpec
+from .ranges import linear, unlinear
 
 
 def dims_of(spec: AttentionSpec, load: Load) -> tuple[str, ...]:
@@ -54,6 +56,55 @@ def _factors(e: Expr) -> tuple[int, int] | None:
     return tuple(sign * f for f in found[0]) if e.op == "neg" else tuple(a + sign * b for a, b in zip(*found))
 
 
+@dataclass(frozen=True)
+class Line:
+    """Of a load at j - i + offset in one dim and at nothing of i and j in the others: which dim, and where positions end if they are clamped.
+    All j - i + offset <= first are read at `first`, all >= last at `last`, and first <= last. place: j - i + offset as the spec has it."""
+
+    dim: int
+    place: Expr
+    offset: Expr
+    first: Expr | None = None
+    last: Expr | None = None
+
+
+def line_of(load: Load) -> Line | None:
+    """before -> after: rel[h, minimum(maximum(j - i + M - 1, lo), hi)] -> Line(1, j - i + M - 1, M - 1, minimum(maximum(0, lo), hi),
+    minimum(maximum(M + N - 2, lo), hi)): the ends are positions that occur."""
+    dims = [d for d, a in enumerate(load.index) if {"i", "j"} & a.variables]
+    if len(dims) != 1:
+        return None
+    place, clamped = load.index[dims[0]], None
+    if isinstance(place, Call) and place.op == "minimum" and isinstance(place.args[0], Call) and place.args[0].op == "maximum":
+        (place, lo), hi = place.args[0].args, place.args[1]
+        if {"i", "j"} & (lo.variables | hi.variables):
+            return None
+        clamped = lambda x: call("minimum", call("maximum", x, lo), hi)
+    if _factors(place) != (-1, 1):
+        return None
+    last = {"i": call("sub", Var("M"), 1), "j": call("sub", Var("N"), 1)}
+    corner = lambda *zero: unlinear(*linear(substitute(place, {Var(x): Const(0) if x in zero else last[x] for x in "ij"})))
+    ends = (clamped(corner("j")), clamped(corner("i"))) if clamped else ()
+    return Line(dims[0], place, corner("i", "j"), *ends)
+
+
+def ends(load: Load) -> bool:
+    """Are positions far from the diagonal all the same?"""
+    line = line_of(load)
+    return line is not None and line.first is not None
+
+
+def at(load: Load, dim: int, position: Expr) -> Load:
+    """The load with another position in one dim."""
+    return Load(load.name, (*load.index[:dim], position, *load.index[dim + 1:]), load.kind)
+
+
+def on_line(load: Load) -> Load:
+    """The load whose gradient the kernels leave: of one read along a line, that of the line's elements, where j's would stand."""
+    line = line_of(load)
+    return load if line is None else at(load, line.dim, Var("j"))
+
+
 def along_diagonals(tiles: torch.Tensor) -> torch.Tensor:
     """Sums over the diagonals of matrices: (…, m, n) -> (…, m + n - 1), the one from the lower left corner first.
 
@@ -64,20 +115,17 @@ def along_diagonals(tiles: torch.Tensor) -> torch.Tensor:
     return skewed[..., : m * (n + m - 1)].unflatten(-1, (m, n + m - 1)).sum(-2)
 
 
-def joined(tiles: torch.Tensor, M: int, N: int) -> torch.Tensor:
-    """Sums over the diagonals of an M x N matrix, (…, M + N - 1), from those of its blocks: one B x B tile a diagonal of blocks, (…, rows + keys - 1, B, B)."""
-    B = tiles.shape[-1]
-    lines = pad(along_diagonals(tiles), (0, 1))  # each shares half of its diagonals with the next
-    whole = pad(lines[..., :B].flatten(-2), (0, B)) + pad(lines[..., B:].flatten(-2), (B, 0))
-    first = -M % B
-    return whole[..., first: first + M + N - 1]
-
-
 def differences(env: Mapping) -> dict:
     """before -> after: indices of a tile (`reference.index_grid`) -> an i and j for each j - i in it, lowest first; i is 0."""
     i, j = env["i"], env["j"]
     low = j.flatten()[0] - i.flatten()[-1]
     return {**env, "i": torch.zeros_like(i[..., :1, :]), "j": low + torch.arange(i.numel() + j.numel() - 1, device=j.device).expand(*j.shape[:-1], -1)}
+
+
+def positions(env: Mapping, length: int) -> dict:
+    """before -> after: indices of a tile -> those of a line of so many elements, where j's stood."""
+    j = env["j"]
+    return {**env, "i": torch.zeros_like(env["i"][..., :1, :]), "j": torch.arange(length, device=j.device).expand(*j.shape[:-1], -1)}
 
 
 def differentiable_loads(spec: AttentionSpec, needs: Mapping[str, bool]) -> list[Load]:

@@ -1,18 +1,19 @@
 """The host functions of a generated file: allocate, launch, and bring gradients of captured tensors into their own shape."""
 from __future__ import annotations
 
-from ..expr import Const, Load, Var
-from ..spec import DIFFERENCE, AttentionSpec
+from ..expr import Const, Load
+from ..spec import AttentionSpec
 from . import captured
 from .parts import Site, count, extent
 from .program import local
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
+from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
 from .schedules import hopper_around, hopper_backward, hopper_forward
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
-from .schedules.hopper_dq import finish_kernel, turns_shape
+from .schedules.hopper_dq import finish_kernel, is_split, turns_shape
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
 from .writer import Kernel, Writer, wrapped
 
@@ -31,14 +32,17 @@ def kernels(site: Site) -> dict[str, Kernel]:
         found["delta"] = delta_kernel(site)
     if site.one_pass:
         found |= {"keys": hopper_backward.keys_kernel(site), "rows": finish_kernel(site)}
-    elif site.needs[1] or site.needs[2] or site.loads_over("j"):
+    elif site.needs[1] or site.needs[2] or site.loads_over("j") or summed(site):
         found["keys"] = keys_kernel(site)
     if not site.one_pass and (site.needs[0] or site.loads):
         found["rows"] = rows_kernel(site)
     if summing := sum_kernel(site):
         found["sum"] = summing
     for load in _dense_loads(site):
-        found[f"dense {buffer(site, load)}"] = dense_kernel(site, load)
+        relative = captured.is_relative(load)
+        found[f"dense {buffer(site, load)}"] = (diagonal_kernel if relative else dense_kernel)(site, load)
+        if relative:
+            found[f"line {buffer(site, load)}"] = line_kernel(site, load)
     return found
 
 
@@ -137,6 +141,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
             over = f"{tuple(shared) + (-1,)}" if shared else "-1"
             out.line(f"averaging = (lse >= MEAN_ROW).any({over}).to(torch.int32)", "batch indices with rows that average v")
         results = ["None"] * 3
+        allocate_ends(site, out, f"triton.cdiv(N, KEYS['BLOCK_N'])" + " * 2" * (site.one_pass and is_split(site)))
         if site.one_pass:
             results = _one_pass(site, found, out)
         elif "rows" in found:
@@ -144,7 +149,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         if "keys" in found and not site.one_pass:
             results[1], results[2] = _keys(site, found["keys"], out)
         for load in _dense_loads(site):
-            _dense(site, load, found[f"dense {buffer(site, load)}"], out)
+            _dense(site, load, found, out)
         for a, need in zip(spec.aux, site.needs[3:]):
             results.append(_captured(site, a.name, out) if need else "None")
         for text in wrapped("return [", results, "]"):
@@ -207,20 +212,17 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
 
 def _is_final(site: Site, load: Load) -> bool:
     """Is the dense gradient of a load, element for element, the captured tensor's own where both have the same size?"""
-    names = [a.name for a in load.index if not isinstance(a, Const)] if captured.is_plain(site.spec, load) else []
-    return names == list(captured.dims_of(site.spec, load)) and sum(x.name == load.name for x in site.loads) == 1
+    read = captured.on_line(load)
+    names = [a.name for a in read.index if not isinstance(a, Const)] if captured.is_plain(site.spec, read) else []
+    return names == list(captured.dims_of(site.spec, read)) and sum(x.name == load.name for x in site.loads) == 1
 
 
-def _dense(site: Site, load: Load, kernel: Kernel, out: Writer) -> None:
+def _dense(site: Site, load: Load, found: dict[str, Kernel], out: Writer) -> None:
     axes = [a for a in captured.dims_of(site.spec, load) if a not in ("i", "j")]
+    kernel, dtype = found[f"dense {buffer(site, load)}"], f"{local(load.name)}.dtype" if _is_final(site, load) else "torch.float32"
     if captured.is_relative(load):
-        out.line("diagonals = triton.cdiv(M, DENSE['BLOCK_M']) + triton.cdiv(N, DENSE['BLOCK_N']) - 1")
-        shape = _shape([*(extent(a) for a in axes), "diagonals", "DENSE['BLOCK_M']", "DENSE['BLOCK_N']"])
-        out.line(f"{buffer(site, load)} = torch.empty({shape}, dtype=torch.float32, device=q.device)")
-        kernel.call(f"(diagonals * {count(axes)},)", out)
-        out.line(f"{buffer(site, load)} = joined({buffer(site, load)}, M, N)", f"gradient of {load}")
+        relative_gradient(site, load, (kernel, found[f"line {buffer(site, load)}"]), dtype, out)
         return
-    dtype = f"{local(load.name)}.dtype" if _is_final(site, load) else "torch.float32"
     out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in axes), 'M', 'N'])}, dtype={dtype}, device=q.device)",
              f"gradient of {load}")
     kernel.call(f'(triton.cdiv(M, DENSE["BLOCK_M"]) * triton.cdiv(N, DENSE["BLOCK_N"]) * {count(axes)},)', out)
@@ -246,10 +248,12 @@ def _accumulated(site: Site, tensor: str, name: str, source: str, out: Writer) -
     out.line(f"{name} = torch.zeros({source}.shape, dtype=torch.float32, device={source}.device)")
     for load in (x for x in site.loads if x.name == tensor):
         dims, size, grid = captured.dims_of(spec, load), {"i": "M", "j": "N"}, "index_grid(SPEC, sizes, M, N, q.device)"
-        value, read = buffer(site, load), load
-        if captured.is_relative(load):  # one value for each j - i, where j's stood
+        value, read = buffer(site, load), captured.on_line(load)
+        if read != load:
+            length = f"{source}.shape[{captured.line_of(load).dim}]"
+            dims, size, grid = tuple(d for d in dims if d != "i"), {"j": length}, f"positions({grid}, {length})"
+        elif captured.is_relative(load):  # one value for each j - i, where j's would stand
             dims, size, grid = tuple(d for d in dims if d != "i"), {"i": "1", "j": "(M + N - 1)"}, f"differences({grid})"
-            read = Load(load.name, tuple(Var("j") if a == DIFFERENCE else a for a in load.index), load.kind)
         elif not {"i", "j"} <= set(dims):  # a sum per batch index, row or key: add up what the load does not depend on
             absent = [n for n, a in enumerate(spec.axes) if a not in dims]
             if not {"i", "j"} & set(dims):
@@ -266,6 +270,7 @@ def _accumulated(site: Site, tensor: str, name: str, source: str, out: Writer) -
         else:
             shape = _shape(size.get(d, extent(d)) if d in dims else "1" for d in (*spec.axes, "i", "j"))
             number = spec.score.loads.index(load)
-            for text in wrapped("accumulate(", ["SPEC", f"SPEC.score.loads[{number}]", f"{value}.reshape({shape})", name,
+            text = f"SPEC.score.loads[{number}]"
+            for text in wrapped("accumulate(", ["SPEC", text if read == load else f"on_line({text})", f"{value}.reshape({shape})", name,
                                                 grid, f"dict(zip({[a.name for a in spec.aux]!r}, aux))"], ")"):
                 out.line(text)

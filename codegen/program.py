@@ -16,7 +16,7 @@ from .writer import Writer
 RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep
     seed rows cols d e z y g t tile tiles start stop full_start full_stop leading trailing i0 i1 j0 j1 i j M N tl
     some every inside columns row blocks Kinds RowBlocks KeyBlocks
-    triton torch dense diagonal diagonals all_rows joined differences value hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
+    triton torch dense diagonal diagonals all_rows differences value slots end_slot place turned line lines total inside difference length chunks p0 g0 sums beyond upper lower there span shares raw_0 raw_1 place_0 place_1 hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
     reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
     row_scale slope first last work turns number following own q_slot next_number Taken lane all groups group size
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
@@ -99,6 +99,12 @@ class Program:
         for node in {n: None for root in roots for n in walk(root)}:
             self.uses.update(node.args_())
         self.uses.update(roots)
+
+    def here(self, out: Writer) -> Program:
+        """A program of the same kernel that writes everything where it is, and keeps nothing for later."""
+        program = Program(self.spec, out, "", self.columns, beside=self)
+        program.enter(out, [], "ij")
+        return program
 
     @contextlib.contextmanager
     def branch(self):
@@ -200,7 +206,8 @@ class Program:
         fixed = [x for x in ("i", "j") if vectors[x] and x != self.inner]
         moving = [x for x in ("i", "j") if vectors[x] and x == self.inner]
         moves = self.varying & frozenset().union(*(a.variables for a in load.index if self.inner not in self.dims(a)))
-        if scope is self.body and (scalar or fixed) and not moves:  # the part of the address that does not move with the loop
+        read = not self.inner and any(a.loads for a in load.index)  # from another tensor, where nothing is hoisted
+        if scope is self.body and (scalar or fixed) and not moves and not read:  # the part of the address that does not move with the loop
             key = Load(load.name, (*load.index, Const(True)), load.kind)
             if key not in self.outer.names:
                 parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in fixed)]

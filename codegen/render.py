@@ -92,7 +92,7 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
                   "from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait")
     out.line()
     from_codegen = [name for name in ("empty_lse", "empty_output") if f"{name}(" in body]
-    if sums := [name for name in ("accumulate", "differences", "joined") if f"{name}(" in body]:
+    if sums := [name for name in ("accumulate", "differences", "on_line", "positions") if f"{name}(" in body]:
         out.line(f"from flashfx.codegen.captured import {', '.join(sums)}")
     if plan.listed:
         out.line("from flashfx.codegen.blocks import lists_for")
@@ -132,6 +132,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line(f"ROWS = {rows}", "dQ")
         if "DENSE" in body:
             out.line(f"DENSE = {backward.dense.options!r}", "gradients of N x N loads")
+        if "**LINE" in body:
+            out.line("LINE = {'BLOCK': 64, 'GROUP': 16, 'num_warps': 4}")
     return out.text
 
 

@@ -95,7 +95,7 @@ class Emitter(Held):
         """A node that holds `v`. Raises `Refused` where that needs a value that was changed in place."""
         if v not in self.nodes:
             found = self.holder(v)
-            if found is None and v in self.vg.relative.values():
+            if found is None and any(v in ours for ours in self.vg.relative.values() if ours is not None):
                 found = self._shared(v)
             elif found is None:
                 found = self._make(v)

@@ -142,8 +142,7 @@ _AUX_NAMES = {"bool": "mask", "int": "ids", "float": "bias"}
 def captured(puller, exprs: list[Expr], batch: list[str], renamed: dict[str, str]):
     """Name the captured tensors, arrange them so that their indices are plain axes, and give the substitution."""
     axes = [*batch, "i", "j"]
-    final = {Var(old): Var(new) for old, new in renamed.items()}
-    table: dict[Expr, Expr] = dict(final)
+    table: dict[Expr, Expr] = {Var(old): Var(new) for old, new in renamed.items()}
     aux: list[Aux] = []
     operands: list[Operand] = []
     known: dict[tuple, str] = {}
@@ -152,16 +151,16 @@ def captured(puller, exprs: list[Expr], batch: list[str], renamed: dict[str, str
         value = puller.loads[load.name]
         index = [puller.affine(a) for a in load.index]
         operand = None
-        if all(a is not None for a in index):
+        if all(a is not None for a in index) and load.name not in puller.named:
             operand = arrange(value, tuple(index), axes, puller.extents, keep_missing=False)
         if operand is not None:
             own = tuple(Var(renamed.get(n, n)) for n in operand.dims)
         else:
             operand = Operand(value, (), ("",) * len(load.index))
-            own = tuple(substitute(a, final) for a in load.index)
+            own = tuple(substitute(a, table) for a in load.index)  # positions may be read from a tensor themselves
         key = (operand.value, operand.steps)
         if key not in known:
-            base = _AUX_NAMES[load.kind]
+            base = puller.named.get(load.name, _AUX_NAMES[load.kind])
             counts[base] = counts.get(base, 0) + 1
             known[key] = base if counts[base] == 1 else f"{base}{counts[base]}"
             aux.append(Aux(known[key], load.kind, len(own)))

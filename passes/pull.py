@@ -39,6 +39,7 @@ class Puller:
     halves: quotient axis -> (the axis, what it is divided by, its remainder). pieces: clamped axis -> (the index, where the piece starts).
     parted: may views above the scores split queries or keys? Otherwise `splits` asks for other axes of the output first.
     leaves: products that are not the site's dot product.
+    named: leaf name -> what the spec calls a tensor that is read at constants.
     """
 
     extents: dict[str, Size]
@@ -56,6 +57,7 @@ class Puller:
     pieces: dict[str, tuple[Affine, Size]] = field(default_factory=dict)
     parted: bool = False
     leaves: frozenset[Value] = frozenset()
+    named: dict[str, str] = field(default_factory=dict)
 
     has_product = staticmethod(has_product_above)
 

@@ -3,6 +3,9 @@
 The buckets come from float arithmetic and casts in most models, which a kernel may not repeat: a rounding difference picks another bucket. So the
 graph goes on computing them, by the same calls in the same order, but for each of the M + N - 1 differences rather than for M x N pairs. The
 kernel reads the short table, and the gradient of the model's own is autograd's, over M + N - 1 rows.
+
+Far positions share a bucket. Between which differences they do not is found at run time, from the buckets themselves, and stands in the score: tiles
+that lie beyond read one number instead of one for each element, and the gradient of the table's ends is a sum over whole tiles.
 """
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashfx.expr import Expr
+from flashfx.expr import Const, Expr, call
 from flashfx.spec import DIFFERENCE
 
 from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, same, size
@@ -35,7 +38,8 @@ def gathered(p: Puller, v: Value, x: Index) -> Expr | None:
     """Element `x` of a tensor gathered at one tensor of positions, as a load of one with an element for each j - i; None where that is not known,
     or saves nothing.
 
-    before -> after: table[bucket(j - i)][i, j, h] -> rel[h, j - i + M - 1], where rel = table[bucket(arange(-(M - 1), N))].permute(1, 0)
+    before -> after: table[bucket(j - i)][i, j, h] -> rel[h, minimum(maximum(j - i + M - 1, ends[0]), ends[1])], where
+                     rel = table[bucket(arange(-(M - 1), N))].permute(1, 0)
     """
     found = _one_gather(v)
     rows, keys = p.extents.get("i"), p.extents.get("j")
@@ -50,9 +54,20 @@ def gathered(p: Puller, v: Value, x: Index) -> Expr | None:
     if key not in known:
         lines = _Lines(p, v)
         line = lines.of(picks, own)
-        known[key] = None if line is None or not lines.is_line(line) else lines.gather(v, source, dim, line)
+        known[key] = None if line is None or not lines.is_line(line) else (
+            lines.gather(v, source, dim, line), lines.ends(line) if source.dtype.is_floating_point else None)
         p.held.vg.forget_users()
-    return None if known[key] is None else p.load(known[key], [*(p.expr(a) for a in rest), DIFFERENCE])
+    if known[key] is None:
+        return None
+    short, ends = known[key]
+    return p.load(short, [*(p.expr(a) for a in rest), DIFFERENCE if ends is None else _clamped(p, ends)])
+
+
+def _clamped(p: Puller, ends: Value) -> Expr:
+    """The position of j - i, those beyond the ends as the ends themselves."""
+    first, last = (p.load(ends, [Const(n)]) for n in range(2))
+    p.named[first.name] = "ends"
+    return call("minimum", call("maximum", DIFFERENCE, first), last)
 
 
 def _one_gather(v: Value) -> tuple[Value, int, Value] | None:
@@ -105,6 +120,20 @@ class _Lines:
             return short
         turned = self.make(aten.permute.default, short, [*(d for d in range(rank) if d != dim), dim])
         return self.make(aten.clone.default, turned, memory_format=torch.contiguous_format)
+
+    def ends(self, line: Value) -> Value:
+        """Two int32: up to which place all of `line` is its first element, and from which on its last. Of the positions, not of what is gathered
+        there: rows of a table that are equal today have gradients of their own.
+
+        before -> after: [5, 5, 5, 0, 1, 2, 2] -> [2, 5]; [5, 5] -> [1, 0]
+        """
+        make = self.make
+        at = make(aten.arange.default, self._number(self.rows + self.keys - 1), dtype=torch.int32, device=line.fake.device)
+        one = lambda start: make(aten.slice.Tensor, line, 0, *start)
+        changed, before = (make(aten.ne.Tensor, line, end) for end in (one((0, 1)), one((-1,))))
+        first = make(aten.where.self, changed, make(aten.sub.Tensor, at, 1), make(aten.slice.Tensor, at, 0, -1))
+        last = make(aten.where.self, before, make(aten.add.Tensor, at, 1), make(aten.zeros_like.default, at))
+        return make(aten.stack.default, [make(aten.amin.default, first), make(aten.amax.default, last)])
 
     def _of(self, v: Value, x: Index) -> Value | None:
         if not v.shape:  # a tensor without dims stays one: types are promoted by it in other ways

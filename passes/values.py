@@ -127,7 +127,7 @@ class ValueGraph:
     renormalised  softmaxes that the model wrote as weights times a mask, over their sum
     shifted    softmaxes beside a sink that the model shifted by their largest score, which is -inf in a row that is hidden entirely
     changing   Dynamo nodes that change a tensor in place
-    relative   tensors with one element for each j - i that `passes/relative.py` made for what the model gathers
+    relative   what `passes/relative.py` made for what the model gathers: tensors with one element for each j - i, and where they end
     mode       the fake mode of the graph's example values
     """
 
@@ -141,7 +141,7 @@ class ValueGraph:
     renormalised: set[Value] = field(default_factory=set)
     shifted: set[Value] = field(default_factory=set)
     changing: set[fx.Node] = field(default_factory=set)
-    relative: dict[tuple, Value | None] = field(default_factory=dict)
+    relative: dict[tuple, tuple[Value, Value | None] | None] = field(default_factory=dict)
     mode: Any = None
 
     @property

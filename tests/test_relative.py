@@ -58,7 +58,7 @@ def attention(bucket, past=0, sign=1, look_up=lambda table, at: table[at], dtype
     return f
 
 
-LINE = "score = qk * 0.3 + bias[h, j - i + M - 1]"
+LINE = "score = qk * 0.3 + bias[h, minimum(maximum(j - i + M - 1, ends[0]), ends[1])]"
 
 
 def pairs(seen, M, N) -> list:
@@ -106,7 +106,7 @@ def test_same_buckets_bit_for_bit():
         def run_node(self, n):
             out = super().run_node(n)
             if n.target is torch.ops.flashfx.attention.default:
-                short.append(self.fetch_args_kwargs_from_env(n)[0][3][0])
+                short.extend(self.fetch_args_kwargs_from_env(n)[0][3])
             return out
 
     def backend(gm, example_inputs):
@@ -118,8 +118,19 @@ def test_same_buckets_bit_for_bit():
         compiled = torch.compile(attention(both_ways), backend=backend)
         compiled(q, k, v, table)
     i, j = positions(q, k)
-    assert short[0].shape == (HEADS, 599)
-    assert torch.equal(short[0][:, (j - i) + 299], table[both_ways(j - i)].permute(2, 0, 1))
+    ends, bias = short
+    assert bias.shape == (HEADS, 599)
+    assert torch.equal(bias[:, (j - i) + 299], table[both_ways(j - i)].permute(2, 0, 1))
+    same = both_ways(torch.arange(-299, 300)) == both_ways(torch.tensor([[-299], [299]]))
+    assert ends.dtype == torch.int32 and ends.tolist() == [int(same[0].logical_not().int().argmax()) - 1, 599 - int(same[1].flip(0).logical_not().int().argmax())]
+
+
+@pytest.mark.parametrize("bucket", [lambda r: r.clamp(-2, 3) + 2, lambda r: r.clamp(max=1) + 19, lambda r: r.clamp(min=-3) + 3, lambda r: r % 7, lambda r: (r > -1000).long()])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ends(bucket, dynamic):
+    """On both sides, on one, nowhere, and where everything is one."""
+    seen = agree(attention(bucket), *operands(20, 26, rows=46), dynamic=dynamic)
+    assert LINE in str(seen.regions[0].spec)
 
 
 def test_flipped_tables_and_more_dims():
@@ -136,9 +147,9 @@ def test_flipped_tables_and_more_dims():
         return (q @ k.mT + wide[:, clipped(j - i)][1].permute(2, 0, 1)).softmax(-1) @ v
 
     seen = agree(last, q, k, v, table.detach().t().contiguous().requires_grad_())
-    assert "bias[h, j - i + M - 1]" in str(seen.regions[0].spec)
+    assert "bias[h, minimum(maximum(j - i + M - 1, ends[0]), ends[1])]" in str(seen.regions[0].spec)
     seen = agree(layer, q, k, v, wide)
-    assert "bias[1, h, j - i + M - 1]" in str(seen.regions[0].spec)
+    assert "bias[1, h, minimum(maximum(j - i + M - 1, ends[0]), ends[1])]" in str(seen.regions[0].spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,7 +182,7 @@ def test_masks_and_scales_stay_beside_it():
         return s.softmax(-1) @ v
 
     spec = str(agree(f, *operands(20, 20)).regions[0].spec)
-    assert "bias[h, j - i + M - 1] * 2.0" in spec and "where   j <= i" in spec
+    assert "bias[h, minimum(maximum(j - i + M - 1, ends[0]), ends[1])] * 2.0" in spec and "where   j <= i" in spec
 
 
 def test_allowed_by_distance():
@@ -234,5 +245,5 @@ def test_the_benchmark_s_table(inner):
         table.grad = None
         f(q, k, v, table).square().sum().backward()
         found.append(table.grad)
-    assert "bias[h, j - i + M - 1]" in str(seen.regions[0].spec) and pairs(seen, 40, 43) == []
+    assert "bias[h, minimum(maximum(j - i + M - 1, ends[0]), ends[1])]" in str(seen.regions[0].spec) and pairs(seen, 40, 43) == []
     torch.testing.assert_close(*found)

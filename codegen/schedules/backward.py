@@ -15,6 +15,7 @@ from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, buffer, load_lse2, row_pointers, scaled
 from .forward import heavy_last
+from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
 
 
 def keys_kernel(site: Site) -> Kernel:
@@ -22,7 +23,7 @@ def keys_kernel(site: Site) -> Kernel:
     spec = site.spec
     mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
     columns = site.loads_over("j")
-    results = {"dK": "grad_k", "dV": "grad_v"} | {buffer(site, load): buffer(site, load) for load in columns}
+    results = {"dK": "grad_k", "dV": "grad_v"} | {buffer(site, load): buffer(site, load) for load in columns} | ends_arguments(site)
     shared = f", summed over ({', '.join(others)}) in registers" if others else ""
     kernel = Kernel("attention_backward_keys", f"One program: gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}.",
                     arguments(site, results), ("BLOCK_M", "BLOCK_N"), "KEYS")
@@ -77,6 +78,7 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
     body = Body(site, program, transposed=True)
     for load in columns:
         out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_N], tl.float32)")
+    start_ends(site, out, "tl.zeros([BLOCK_N], tl.float32)")
     loops = loops_over(site, "i", padded=True)
     override = "tl.load(Averaging + z) != 0" if site.averages else ""
     loops.prepare(program, out, override)
@@ -103,7 +105,12 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
             name = f"sum_{buffer(site, load)}"
             out.assign(name, f"{name} + tl.sum({body.times(r)}, 1)" + (f" * {f!r}" if f != 1.0 else ""))
         if QK in spec.score.leaves:
-            out.assign("dqk", f"({body.times(rest)}).to(q{site.qk_chunks[0].suffix}.dtype)")
+            gradient = body.times(rest)
+            if summed(site):
+                gradient = out.assign("dqk", gradient)
+                beyond_ends(site, program, out)
+                add_ends(site, out, gradient, "" if site.whole else "j < N")
+            out.assign("dqk", f"({gradient}).to(q{site.qk_chunks[0].suffix}.dtype)")
             for c in site.qk_chunks:
                 out.assign(f"dk{c.suffix}", site.dot("dqk", f"q{c.suffix}", f"dk{c.suffix}"))
 
@@ -111,6 +118,7 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
     for load in columns:
         name = buffer(site, load)
         out.line(f"tl.store({name} + tl.cast(z, tl.int64) * N + j, sum_{name}, mask=j < N)")
+    store_ends(site, out, "tile")
 
 
 def _loops(loops: Loops | ListedLoops, out: Writer, tile, override: bool) -> None:

@@ -12,6 +12,7 @@ from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
+from .ends import score
 
 
 def scaled(site: Site, wrt: Expr) -> tuple[Expr, float]:
@@ -71,11 +72,12 @@ def delta_kernel(site: Site) -> Kernel:
 
 @dataclass
 class Body:
-    """Writes P and dS of one tile. `transposed`: keys run along the tile's first dimension."""
+    """Writes P and dS of one tile. `transposed`: keys run along the tile's first dimension; `within`: as `ends.score`."""
 
     site: Site
     program: Program
     transposed: bool
+    within: Load | None = None
 
     def across(self, row_vector: str) -> str:
         """A vector over i, spread over the tile."""
@@ -93,7 +95,7 @@ class Body:
         if QK in spec.score.leaves:
             a, b = ("k", "q") if self.transposed else ("q", "k")
             product(site, out, "qk", a, b, site.qk_chunks)
-        raw = program.tile(site.raw)
+        raw = score(site, program, out, ("i0", "BLOCK_M"), ("j0", "BLOCK_N"), self.within)
         shape = "[BLOCK_N, BLOCK_M]" if self.transposed else "[BLOCK_M, BLOCK_N]"
         # rows beyond the end have weight 0 already; keys beyond the end matter only where they are summed over
         beyond = self._valid(certain + "i") if partial and not self.transposed else []

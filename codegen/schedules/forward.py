@@ -14,6 +14,7 @@ from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
+from .ends import score
 
 PARTIAL = {"PartMax": "part_max", "PartSum": "part_sum", "PartOut": "part_out"}
 """What the parts of the keys leave of each row: kernel argument -> host tensor, float32, (parts, *extents, M) and (parts, *extents, M, Dv)."""
@@ -113,13 +114,13 @@ def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
     if QK in spec.score.leaves:
         load_tile(site, out, "K", "k", check, looped=True)
         product(site, out, "qk", "q", "k", site.qk_chunks)
-    raw = program.tile(site.raw)
+    raw = score(site, program, out, ("i0", "BLOCK_M"), ("j0", "BLOCK_N"))
     if program.dims(site.raw) != {"i", "j"}:
         raw = f"tl.broadcast_to({raw}, BLOCK_M, BLOCK_N)"
     if partial:
         seen = [*(["(j < N)[None, :]"] if beyond else []), *([program.tile(visible)] if visible is not None else [])]
         out.assign("raw", f'tl.where({" & ".join(seen)}, {raw}, float("-inf"))')
-    else:
+    elif raw != "raw":
         out.assign("raw", raw)
     out.assign("m_new", "tl.maximum(m, tl.max(raw, 1))")
     if partial or not is_finite(site.raw):

@@ -8,7 +8,7 @@ from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, walk
 from ...region import Problem
 from ...spec import BLOCK, AttentionSpec, EmptyRow
-from ..captured import differentiable_loads
+from ..captured import differentiable_loads, ends
 from ..factors import peel
 from ..philox import HALF_BITS, is_narrow
 from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
@@ -226,13 +226,13 @@ def is_simple(spec: AttentionSpec) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
+def is_heavy(spec: AttentionSpec, kernel: str, head: int) -> bool:
     """Does a score need registers of its own: functions, addresses of loads across rows, and in backward dropout's random bits
-    and a mask that loads by row?"""
+    and a mask that loads by row? Addresses into a table that ends are for few tiles; heads up to 64 leave room for them."""
     raw = peel(spec.score)[0]
     functions = any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(raw))
     by_row = any(load.variables & {"i", "j"} == {"i"} for load in spec.visible.loads)
-    across = any({"i", "j"} <= load.variables and load.index[-1] != Var("j") for load in spec.loads)
+    across = any({"i", "j"} <= load.variables and load.index[-1] != Var("j") and not (head <= 64 and ends(load)) for load in spec.loads)
     return functions or across or kernel == "keys" and (by_row or spec.dropout > 0)
 
 
@@ -288,7 +288,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         return _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + more + (0 if handed is None else handed - 2048)
     copies = stages if max(d, dv) <= 64 else 1  # of dS
     rows = 2 if handed is not None else 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
-    captured = _captured_bytes(spec, m, n, tiled)
+    captured = _captured_bytes(spec, m, n, tiled) + 8 * n * (copies == 1) * sum(map(ends, spec.score.loads))  # sums beyond the ends of tables
     return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + stages * (4 * rows * m + captured) + (2048 if handed is None else handed)
 
 

@@ -15,9 +15,11 @@ from ..philox import kept_scale, threshold
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, scaled
+from .ends import classify, ended, tight_score
 from .hopper import barriers, block_shape, is_heavy, is_simple, listed_tiles, position, reserve, segments, tile_view, tma_arguments
 from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, is_split, names, predecessor, sum_dq, turns
+from .relative import add_ends, beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import cut, groups, last_of_tile
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
 
@@ -32,7 +34,7 @@ def keys_kernel(site: Site) -> Kernel:
     """dK, dV, and the tile's share of dQ, for a tile of BLOCK_N keys."""
     spec = site.spec
     mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
-    results = {"dK": "grad_k", "dV": "grad_v", "dQ": "sum_q"}
+    results = {"dK": "grad_k", "dV": "grad_v", "dQ": "sum_q"} | ends_arguments(site)
     halves, keys = (2, HALF) if is_split(site) else (1, "BLOCK_N")
     rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys, "dQ": "BLOCK_M"}
     shared = f", summed over ({', '.join(others)})" if others else ""
@@ -85,6 +87,7 @@ def keys_kernel(site: Site) -> Kernel:
         shape, layout = ", ".join([*["1"] * len(spec.axes), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
     out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{copies}, {shape}], {layout})")
     reserve_rows(site, out)
+    reserve_ends(site, out)
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
     barriers(out, 1, {"kv_full": 1})
     ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
@@ -137,8 +140,9 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
     tiles = tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
     program.body.names |= tiles
     for load in site.raw.loads:
-        if is_split(site) and {"i", "j"} <= load.variables and load not in tiles:
+        if is_split(site) and {"i", "j"} <= load.variables and load not in (*tiles, *ended(site)):
             program.value(load)
+    beyond_ends(site, classify(site, program, out, ("i0", "BLOCK_M"), ("key0", rows), near=True), out)
 
 
 def _accumulate(site: Site, partial: str, others) -> Partition:
@@ -167,6 +171,7 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
     for c in site.v_chunks:
         out.assign(f"v{c.suffix}", tile_view("v_tile", c, "0", "BLOCK_N"))
         out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
+    start_ends(site, out, "gl.zeros([BLOCK_N], gl.float32, keywise)")
     with turns(site, out, others):
         out.assign("i", "i0 + rows")
         for c in site.qk_chunks:
@@ -196,6 +201,10 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         add_dq(site, out)
         out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
         out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+        if others:
+            flush_ends(site, out, "tile", "gl.zeros([BLOCK_N], gl.float32, keywise)")
+    if not others:
+        store_ends(site, out, "tile")
     finish_dq(site, out)
     out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
     _store(site, out, "j0", "0", "BLOCK_N")
@@ -223,6 +232,7 @@ def _score_gradient(site: Site, body: Body, out: Writer) -> None:
     if site.averages and spec.empty_row is EmptyRow.MEAN:
         out.assign("mean", from_ring("mean_ring"))
         body.replaced(out)
+    add_ends(site, out, "ds")
     out.assign("ds", f"ds.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
 
 
@@ -249,7 +259,7 @@ def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLO
     beyond = [] if site.whole else ["(j < N)[:, None]"]
     visible = [spec.visible] if spec.is_masked else []
     wanted = [scaled(site, QK)[0]]
-    raw = program.tile(site.raw)
+    raw = tight_score(site, program, out, rows, "BLOCK_M")
     name = raw if raw.isidentifier() else out.assign("raw", raw)
 
     def hide(hidden: str, value: str, mean: str) -> None:
@@ -309,7 +319,7 @@ def degree(e: Expr, x: Expr) -> int:
 def in_registers(site: Site) -> str:
     """Which of a half's k and v the registers of its warpgroup have room for: each spares the loop a tenth of its reads of shared memory, which
     are as many as it can deliver (both: 4 % of the time)."""
-    return "kv" if is_simple(site.spec) else "" if is_heavy(site.spec, "keys") else "v"
+    return "kv" if is_simple(site.spec) else "" if is_heavy(site.spec, "keys", max(site.D, site.Dv)) else "v"
 
 
 def _accumulate_half(site: Site, partial: str, others) -> Partition:
@@ -337,6 +347,7 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
             held = ".load(gl.DotOperandLayout(0, scores, 2))" if letter in in_registers(site) else ""
             out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_tile", c, "PART", HALF) + held)
             out.assign(f"d{letter}{c.suffix}", f"gl.zeros([{HALF}, {c.width}], gl.float32, d{letter}_layout{c.suffix})")
+    start_ends(site, out, f"gl.zeros([{HALF}], gl.float32, keywise)")
     with out.block("for step in tl.range(0, steps):"):
         step_at(site, out, others)
         out.assign("i", "i0 + rows")
@@ -361,6 +372,10 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
         out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
         out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
         out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+        if others:
+            flush_ends(site, out, "tile * 2 + PART", f"gl.zeros([{HALF}], gl.float32, keywise)")
+    if not others:
+        store_ends(site, out, "tile * 2 + PART")
     out.line("mbarrier.wait(ds_empty.index((steps - 1) % STAGES), (steps - 1) // STAGES & 1)", "dQ has read the keys: their place takes the gradients")
     _store(site, out, "key0", "PART", HALF)
     return consumer

@@ -12,6 +12,7 @@ from ..parts import LOG2E, Site, count, decode, matrix, pieces
 from ..philox import kept_scale, threshold
 from ..program import Program, local
 from ..writer import Kernel, Writer
+from .ends import ended, warpgroup_score
 from .forward import heavy_last, is_finite
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_vectors import PLACES, by_hand, compared, cut, groups, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
@@ -282,7 +283,7 @@ def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
     tiled = tile_loads(site)
     program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(tiled)}
     for load in site.raw.loads:
-        if {"i", "j"} <= load.variables and load not in tiled:
+        if {"i", "j"} <= load.variables and load not in (*tiled, *ended(site)):
             program.value(load)
 
 
@@ -292,8 +293,9 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
     c2 = site.factor * LOG2E
     beyond = bool(partial) and not site.whole
     visible = spec.visible if spec.is_masked else None
-    raw = program.tile(site.raw)
-    out.assign("raw", raw)
+    raw = warpgroup_score(site, program, out, ("i0", ROWS), ("j0", "BLOCK_N"))
+    if raw != "raw":
+        out.assign("raw", raw)
     if partial:
         def hide_by(parts: list) -> None:
             out.assign("raw", f'tl.where({" & ".join([*parts])}, raw, float("-inf"))')

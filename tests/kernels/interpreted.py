@@ -153,6 +153,21 @@ def test_listed_beside_closed_forms(band):
         run(s, p, operands=(q, k, v, [doc], seed, sizes), listed=True).within_budget()
 
 
+ENDS = {"both sides": (0.3, 0.6), "below": (0.45, 1.0), "above": (0.0, 0.5), "none": (0.0, 1.0), "everything": (1.0, 0.0), "one place": (0.4, 0.4)}
+
+
+@pytest.mark.parametrize("n, where", list(enumerate(ENDS)))
+def test_more_ends_of_a_table(n, where):
+    """Tiles beyond the ends read one number, and the kernel over keys adds up their gradient; tiles of all kernels differ in size."""
+    kind, M, N = (("self", 70, 70), ("gqa", 45, 64), ("cross", 96, 37))[n % 3]
+    s, p = spec(MORE["ended"], kind), problem(kind, 16, "float32", M=M, N=N, batch=1)
+    q, k, v, (ends, rel), seed, sizes = inputs(s, p)
+    ends = torch.tensor([int(x * (M + N - 2)) for x in ENDS[where]], dtype=torch.int32)
+    rel = torch.randn(rel.shape[0], M + N - 1)
+    with overridden(**TILES[(n + n // 3) % 3]):
+        run(s, p, operands=(q, k, v, [ends, rel], seed, sizes)).within_budget()
+
+
 @pytest.mark.parametrize("variant", LISTED)
 def test_listed_kinds(variant):
     """The generated summary kernel against the mask evaluated in PyTorch, on random captured tensors and on sorted large ids."""

@@ -32,7 +32,8 @@ SAMPLE = [
     ("sm_90", "bfloat16", 64, "documents", "self"), ("sm_90", "float16", 128, "additive_left_padding", "gqa"), ("sm_80", "bfloat16", 64, "bool_mask", "self"),
     ("sm_90", "bfloat16", 128, "additive_mask", "self"), ("sm_90", "bfloat16", 64, "padded_bias", "self"), ("sm_80", "bfloat16", 64, "padded_bias", "gqa"), ("sm_90", "bfloat16", 128, "padded_bias", "self"),
     ("sm_80", "bfloat16", 64, "relative", "self"), ("sm_80", "float16", 128, "relative", "self"), ("sm_90", "bfloat16", 64, "relative", "gqa"),
-    ("sm_90", "bfloat16", 128, "relative", "self"), ("sm_100", "bfloat16", 64, "causal", "self"), ("sm_100", "bfloat16", 128, "causal", "gqa"), ("sm_100", "float16", 64, "dropout", "self"),
+    ("sm_90", "bfloat16", 128, "relative", "self"), ("sm_80", "float16", 64, "ended", "gqa"), ("sm_90", "bfloat16", 64, "ended", "self"),
+    ("sm_90", "bfloat16", 128, "ended", "self"), ("sm_90", "bfloat16", 64, "ended", "gqa"), ("sm_100", "bfloat16", 64, "causal", "self"), ("sm_100", "bfloat16", 128, "causal", "gqa"), ("sm_100", "float16", 64, "dropout", "self"),
 ]
 
 

@@ -13,23 +13,14 @@ from flashfx.reference import evaluate, index_grid
 
 from .cases import MORE, problem, spec
 
-SHAPES = [(5, 7, 3), (7, 5, 4), (4, 4, 4), (1, 6, 2), (6, 1, 2), (3, 3, 8), (9, 17, 4)]
-
-
 def diagonals(x):
     return torch.stack([x.diagonal(d, -2, -1).sum(-1) for d in range(1 - x.shape[-2], x.shape[-1])], -1)
 
 
-@pytest.mark.parametrize("M, N, B", SHAPES)
-def test_sums_over_diagonals(M, N, B):
+@pytest.mark.parametrize("M, N", [(5, 7), (7, 5), (4, 4), (1, 6), (6, 1), (9, 17)])
+def test_sums_over_diagonals(M, N):
     x = torch.randn(2, M, N, dtype=torch.float64)
     torch.testing.assert_close(captured.along_diagonals(x), diagonals(x))
-    rows, keys = -(-M // B), -(-N // B)
-    padded = torch.zeros(2, rows * B, keys * B, dtype=x.dtype)
-    padded[:, :M, :N] = x
-    tile = lambda r, c: padded[:, r * B: (r + 1) * B, c * B: (c + 1) * B]
-    tiles = [sum(tile(r, r + d) for r in range(rows) if 0 <= r + d < keys) for d in range(1 - rows, keys)]
-    torch.testing.assert_close(captured.joined(torch.stack(tiles, 1), M, N), diagonals(x))
 
 
 @pytest.mark.parametrize("index, relative", [
@@ -44,6 +35,29 @@ def test_what_depends_on_the_difference_alone(index, relative):
         env = {"i": torch.arange(6)[:, None] + 1, "j": torch.arange(9)[None] + 2, "M": 6, "N": 9}
         values = evaluate(e, env, {"t": torch.arange(40) ** 2 % 37}, None, torch.float64)
         assert all(values.diagonal(d).unique().numel() == 1 for d in range(-5, 9))
+
+
+@pytest.mark.parametrize("index", ["j - i + M - 1", "minimum(maximum(j - i + M - 1, ends[0]), ends[1])", "minimum(maximum(j - i + 4, 0), 8)",
+                                   "minimum(maximum(j - i - 40, 3), 6)", "minimum(maximum(j - i + 5, 9), 2)"])
+@pytest.mark.parametrize("ends", [(3, 9), (9, 3), (-4, 90)])
+@pytest.mark.parametrize("M, N", [(6, 9), (9, 4)])
+def test_positions_end_at_ones_that_occur(index, ends, M, N):
+    line = captured.line_of(Load("x", (parse("h", {}), parse(index, {"ends": "int"})), "float"))
+    env = {"i": torch.arange(M)[:, None], "j": torch.arange(N)[None], "M": M, "N": N}
+    value = lambda e: evaluate(e, env, {"ends": torch.tensor(ends)}, None, torch.float64)
+    difference, positions = env["j"] - env["i"] + value(line.offset), value(parse(index, {"ends": "int"}))
+    assert line.dim == 1 and torch.equal(value(line.place), difference)
+    if line.first is None:
+        assert torch.equal(positions, difference)
+    else:
+        first, last = value(line.first), value(line.last)
+        assert first == positions.min() and last == positions.max()
+        assert torch.equal(positions, difference.clamp(first, last))
+
+
+@pytest.mark.parametrize("index", ["minimum(maximum(j - i, 0), j)", "minimum(maximum(2 * j - i, 0), 8)", "minimum(maximum(i - j, 0), 8)", "abs(i - j)"])
+def test_what_has_no_ends(index):
+    assert captured.line_of(Load("x", (parse(index, {}),), "float")) is None
 
 
 def test_indices_of_differences():
@@ -63,7 +77,7 @@ def test_no_gradient_of_every_pair(variant):
         plan = make_plan(s, p, gpu, "backward")
         assert plan.dense.BLOCK_M == plan.dense.BLOCK_N
         text = render.render(s, make_plan(s, p, gpu, "forward"), p).text
-        assert "joined(" in text and "M, N), dtype" not in text
+        assert "lines_of_d_" in text and "M, N), dtype" not in text
 
 
 def test_the_tiled_schedule_adds_up_diagonals():
