@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ...expr import QK, Expr, Load, Var
 from ..listed import ListedLoops, loops as loops_over
-from ..philox import kept_scale
 from ..loops import Loops
+from ..philox import kept_scale
 from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile, matrix, pieces
 from ..program import Program
 from ..writer import Kernel, Writer
