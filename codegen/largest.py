@@ -59,6 +59,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
                  ("forward", False): (32, 32, 4, 2)}.get((kernel, head <= 128), tiles)
     elif several and found == "tcgen05" and kernel == "keys" and heavy and head <= 128:
         tiles = (32, 64, 4 if head <= 80 else 8, 2)
+    if kernel == "keys" and found == "mma" and step == 64 and has_relative(spec) and grouped(spec):  # sums of dS beyond a table's ends
+        tiles = (32, 64, 8, 1)
     if kernel == "rows" and found == "mma" and heavy and spec.is_data_masked:
         tiles = (min(tiles[0], 64), min(tiles[1], 32), *tiles[2:])
     if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
