@@ -85,7 +85,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     elif found == "mma" and gpu.vendor == "NVIDIA" and is_exact(spec, problem):
         narrowest = min(c.width for size in (problem.D, problem.Dv) for c in chunks(size))
         return total + 2 * m * n * (outer < narrowest)  # weights become an operand through shared memory, unless that lies where q came through
-    elif found == "wgmma" and is_exact(spec, problem, outer < 64) and (outer >= 64 or d == dv <= 256 and len(chunks(problem.D)) == 1):
+    elif found == "wgmma" and is_exact(spec, problem, outer < 64) and not exchanged and (outer >= 64 or d == dv <= 256 and len(chunks(problem.D)) == 1):
         return _stacked(kernel, tiles, problem, spec, tiled_loads)
     elif found == "wgmma" and outer >= 64:
         return total + 2048
@@ -116,8 +116,7 @@ def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, sp
     largest = max(ring)[0]
     ring += [(8 * copies, 16)] * 2 + [(2 * m * n, 16)] * older + [(staged, 16)] * across  # barriers, weights
     if keys:  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
-        vectors = 1 + (spec.dropout > 0)
-        ring += [(4 * m * max(1, stages - 1), 16)] * vectors + [(4 * m, 16)] * (warps * 32 == m and not older and not across and vectors == 1)
+        ring += [(4 * m * max(1, stages - 1), 16)] + [(4 * m, 16)] * (warps * 32 == m and not older and not across)
     if two and older and kernel != "rows":
         held = []  # read into registers before the first
     parts = [b for b in held if b[0] >= largest], sorted(ring, reverse=True), [b for b in held if b[0] < largest]
