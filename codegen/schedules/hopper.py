@@ -301,7 +301,7 @@ def _handed(kernel: str, spec: AttentionSpec, problem: Problem, m: int, stages: 
     other = len(own) > 1 or any(load.name not in tiled for load in own) or spec.visible.loads or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
     if other or pieces > 1 or problem.D != problem.Dv or problem.D % 16 or pieces and problem.D < 64 or len(spec.k) != 2 or shared > 1:
         return None
-    masked, third, more = spec.is_masked, m > 2 * ROWS, (48 if kernel == "keys" else 32) * len(own) + 16 * (spec.dropout > 0) * (1 + len(own))
+    masked, third, more = spec.is_masked, m > 2 * ROWS, (48 if kernel == "keys" or pieces else 32) * len(own) + 16 * (spec.dropout > 0) * (1 + len(own))
     if kernel == "keys":
         return (536 if padded(problem.D) <= 64 else 380 + 144 * pieces) + 16 * shared + 16 * (shared and masked and pieces > 0) + more
     return 216 + 64 * stages + 112 * pieces + 40 * masked + 4 * third * (1 + masked) * (queries > 1) - (8 + 4 * masked) * (queries == 1) + 16 * (shared and (pieces > 0 or not masked)) + more
