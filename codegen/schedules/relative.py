@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from ...expr import QK, Load, Var, call
+from ...spec import DIFFERENCE
 from ..captured import Line, dims_of, ends, is_relative, line_of
 from ..parts import Site, arguments, count, decode, extent, flatten, head_index
 from ..program import Program, local
@@ -118,7 +119,7 @@ def allocate_ends(site: Site, out: Writer, tiles: str) -> None:
 
 def _line(load: Load) -> Line:
     """Of a load that depends on j - i in another way: a line of all M + N - 1 differences."""
-    return line_of(load) or Line(-1, call("sub", Var("M"), 1))
+    return line_of(load) or Line(-1, DIFFERENCE, call("sub", Var("M"), 1))
 
 
 def _assign_ends(out: Writer, program: Program, line: Line) -> tuple[str, str]:

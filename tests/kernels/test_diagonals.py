@@ -92,3 +92,14 @@ def test_the_tiled_schedule_adds_up_diagonals():
         got, lse = torch_tiled.forward(s, q.double(), k.double(), v.double(), [rel.detach()], seed, sizes, tiles)
         grads = torch_tiled.backward(s, g, q.double(), k.double(), v.double(), [rel.detach()], seed, got, lse, sizes, (False,) * 3 + (True,), tiles)
         torch.testing.assert_close(grads[3], expected)
+
+
+@pytest.mark.parametrize("card", ["A100", "H200"])
+@pytest.mark.parametrize("index", ["i - j + N - 1", "abs(i - j)"])
+def test_other_differences_have_the_kernel_of_all_diagonals(card, index):
+    from flashfx.spec import AttentionSpec
+    s = AttentionSpec.parse(f"attention[b, h, i, j]\n given rel: float[2]\n qk = q[b, h, i] . k[b, h, j]\n score = qk + rel[h, {index}]\n out = softmax_j(score) . v[b, h, j]")
+    p = problem("self", 64, "bfloat16", M=256)
+    source = render.render(s, make_plan(s, p, BY_NAME[card], "forward"), p, (True,) * 4).text
+    compile(source, "kernels", "exec")
+    assert source.count("def attention_backward_") > 2  # keys, rows and the sums along diagonals
