@@ -64,7 +64,8 @@ class _Slot(int):
 
 
 class Recording(TorchDispatchMode):
-    """Writes down the steps of a host function while it runs. What cannot be replayed makes `replay` return None."""
+    """Writes down the steps of a host function while it runs, as the text of a function that does nothing else. What cannot be replayed makes
+    `replay` return None."""
 
     def __init__(self, operands: Sequence[torch.Tensor | None]):
         super().__init__()
@@ -72,7 +73,8 @@ class Recording(TorchDispatchMode):
         self.aliases: list[torch.Tensor] = []
         self.number = {id(t): n for n, t in enumerate(operands) if t is not None}
         self.operands = len(operands)
-        self.steps: list[tuple[Callable, list[int]]] = []
+        self.steps: list[tuple[str, list[int]]] = []
+        self.names: dict[str, object] = {}
         self.whole = True
 
     def __enter__(self):
@@ -94,6 +96,14 @@ class Recording(TorchDispatchMode):
             self.tensors.append(tensor)
         return self._slot(tensor)
 
+    def _name(self, value) -> str:
+        """How the text says a value."""
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = tree_map_only(torch.Tensor, self._slot, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -104,31 +114,36 @@ class Recording(TorchDispatchMode):
             self.aliases.append(result)
             self.number[id(result)] = self._slot(args[0])
         elif func in _EMPTY:
-            self.steps.append((_allocation(result, self._new(result)), []))
+            made = (tuple(result.shape), result.stride(), result.dtype)
+            self.steps.append((f"t{self._new(result)} = {self._name(compat.empty_strided(result.device))}({', '.join(map(self._name, made))})", []))
         else:
-            self.steps.append((_operation(func, *given, [self._new(r) for r in results]), [s for s in tree_leaves(given) if isinstance(s, _Slot)]))
+            used = [s for s in tree_leaves(given) if isinstance(s, _Slot)]
+            made = "".join(f"t{self._new(r)}, " for r in results)
+            self.steps.append((f"{made}= {self._name(_operation(func, *given, used))}({', '.join(f't{s}' for s in used)})", used))
         return result
 
     def launched(self, compiled, grid: tuple[int, int, int], args: list) -> None:
         """`args` are the kernel's arguments, constants included; descriptors are expanded as Triton's launcher wants them."""
-        launch = compat.direct_launch(compiled)
-        described = iter(compat.descriptor_metadata(compiled))
-        flat, pointers, maps = [], [], []
+        launch, described, flat, used = compat.direct_launch(compiled), iter(compat.descriptor_metadata(compiled)), [], []
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                pointers.append((len(flat), self._slot(arg)))
-                flat.append(None)
+                used.append(self._slot(arg))
+                flat.append(f"t{used[-1]}.data_ptr()")
             elif hasattr(arg, "base"):
                 metadata = next(described, None)
                 if metadata is None:
                     launch = None
                     break
-                maps.append((len(flat), self._slot(arg.base), _tensor_map(arg, metadata), {}))
-                flat.extend([None, *compat.expanded_descriptor(arg, metadata)[1:]])
+                used.append(self._slot(arg.base))
+                flat += [f"{self._name(_Maps(arg, metadata))}[t{used[-1]}]", *map(self._name, compat.expanded_descriptor(arg, metadata)[1:])]
             else:
-                flat.append(arg)
-        self.whole = self.whole and launch is not None
-        self.steps.append((_launching(launch, grid, flat, pointers, maps), [slot for _, slot, *_ in (*pointers, *maps)]))
+                flat.append(self._name(arg))
+        if launch is None:
+            self.whole = False
+            return
+        call, fixed, separate = launch
+        given = [*map(self._name, (*grid,)), "stream", *map(self._name, fixed), ", ".join(flat) if separate else f"[{', '.join(flat)}]"]
+        self.steps.append((f"{self._name(call)}({', '.join(given)})", used))
 
     def replay(self, results: Sequence[torch.Tensor | None]) -> Callable | None:
         """The function of the operands that returns `results` for others like them; None if there is none."""
@@ -137,61 +152,42 @@ class Recording(TorchDispatchMode):
             return None
         last = {slot: at for at, (_, used) in enumerate(self.steps) for slot in used}
         kept = {*range(self.operands), *wanted}
-        dead = [[int(s) for s, end in last.items() if end == at and s not in kept] for at in range(len(self.steps))]
-        return functools.partial(_replay, [(step, gone) for (step, _), gone in zip(self.steps, dead)], len(self.tensors) - self.operands, wanted)
+        lines = [f"stream = get_stream({self.tensors[0].device.index})"]
+        for at, (line, _) in enumerate(self.steps):
+            dead = [f"t{slot}" for slot, end in last.items() if end == at and slot not in kept]
+            lines += [line, *([f"del {', '.join(dead)}"] if dead else [])]  # memory is free for the steps that follow
+        lines.append(f"return [{', '.join('None' if slot is None else f't{slot}' for slot in wanted)}]")
+        text = f"def again({', '.join(f't{n}' for n in range(self.operands))}):\n    " + "\n    ".join(lines)
+        names = {"get_stream": torch._C._cuda_getCurrentRawStream, **self.names}
+        exec(text, names)
+        return names["again"]
 
 
-def _replay(steps, made: int, wanted, *operands):
-    slots = [*operands, *[None] * made]
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    for step, dead in steps:
-        step(slots, stream)
-        for number in dead:  # memory is free for the steps that follow
-            slots[number] = None
-    return [None if number is None else slots[number] for number in wanted]
-
-
-def _allocation(like: torch.Tensor, slot: int) -> Callable:
-    empty, shape, stride, dtype = compat.empty_strided(like.device), tuple(like.shape), like.stride(), like.dtype
-
-    def step(slots, stream):
-        slots[slot] = empty(shape, stride, dtype)
+def _operation(func, args, kwargs, used: list[int]) -> Callable:
+    """`func` of the tensors numbered `used`, where the recorded call had them; a list of what it makes."""
+    def step(*tensors):
+        slots = dict(zip(used, tensors))
+        given, named = tree_map_only(_Slot, slots.__getitem__, (args, kwargs))
+        result = func(*given, **named)
+        return result if isinstance(result, (tuple, list)) else [result]
     return step
 
 
-def _operation(func, args, kwargs, made: list[int]) -> Callable:
-    def step(slots, stream):
-        fill = functools.partial(tree_map_only, _Slot, slots.__getitem__)
-        result = func(*fill(args), **fill(kwargs))
-        for slot, value in zip(made, result if isinstance(result, (tuple, list)) else [result]):
-            slots[slot] = value
-    return step
+class _Maps(dict):
+    """The tensor maps of one descriptor, by address, for tensors that differ from the descriptor's in their address only."""
 
+    def __init__(self, descriptor, metadata):
+        self.template, self.metadata = copy.copy(descriptor), metadata
+        self.template.base = None
 
-def _launching(launch, grid: tuple[int, int, int], flat: list, pointers: list, maps: list) -> Callable:
-    def step(slots, stream):
-        args = flat.copy()
-        for at, slot in pointers:
-            args[at] = slots[slot].data_ptr()
-        for at, slot, make, known in maps:
-            address = slots[slot].data_ptr()
-            found = known.get(address)
-            if found is None:
-                if len(known) >= 256:
-                    known.clear()
-                found = known[address] = make(slots[slot])
-            args[at] = found
-        launch(grid, stream, args)
-    return step
+    def __getitem__(self, tensor: torch.Tensor):
+        found = self.get(tensor.data_ptr())
+        return self._made(tensor) if found is None else found
 
-
-def _tensor_map(descriptor, metadata) -> Callable:
-    """The function from a tensor to its map, for tensors that differ from the descriptor's in their address only."""
-    template = copy.copy(descriptor)
-    template.base = None
-
-    def make(tensor):
-        own = copy.copy(template)
+    def _made(self, tensor: torch.Tensor):
+        if len(self) >= 256:
+            self.clear()
+        own = copy.copy(self.template)
         own.base = tensor
-        return compat.expanded_descriptor(own, metadata)[0]
-    return make
+        found = self[tensor.data_ptr()] = compat.expanded_descriptor(own, self.metadata)[0]
+        return found

@@ -1,7 +1,6 @@
 """Run a spec through its generated Triton kernels. Everything that can be known from a call's shapes is worked out once."""
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import Callable, Sequence
@@ -64,9 +63,16 @@ def _check(spec: AttentionSpec, aux: Sequence[torch.Tensor]) -> None:
 
 def _key(spec, sizes, operands) -> tuple:
     """What a call's work depends on beside its tensors' contents and addresses."""
-    layout = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in operands]
-    precision = plan.matmul_precision() if torch.float32 in (operands[0].dtype, operands[2].dtype) else None
-    return (spec, *layout, operands[0].device, *sizes, precision, plan.deterministic(), *plan.OVERRIDE.items(), len(plan.PINNED))
+    q, _, v, *_ = operands
+    key = [spec, *sizes, q.device, torch.are_deterministic_algorithms_enabled(), len(plan.PINNED), *plan.OVERRIDE.items()]
+    for t in operands:
+        if t is None:
+            key.append(None)
+        else:
+            key += (t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
+    if torch.float32 in (q.dtype, v.dtype):
+        key.append(plan.matmul_precision())
+    return tuple(key)
 
 
 class _Call:
@@ -79,21 +85,15 @@ class _Call:
         device = operands[0].device
         if device.type != "cuda":
             return self.run(*operands)
-        with _on(device):
+        if self.again is not None and device.index == torch._C._cuda_getDevice() and not compat.launch_hooked():
+            return self.again(*operands)
+        with torch.cuda.device(device):  # kernels launch on the current device
             if self.again is not None and not compat.launch_hooked():
                 return self.again(*operands)
             with Recording(operands) as recording:
                 results = self.run(*operands)
             self.again = recording.replay(results) or self.run
         return results
-
-
-def _on(device: torch.device):
-    """Kernels launch on the current device: make it the operands'."""
-    return _HERE if device.index in (None, torch.cuda.current_device()) else torch.cuda.device(device)
-
-
-_HERE = contextlib.nullcontext()
 
 
 def _call(key: tuple, make: Callable[[], Callable]) -> _Call:

@@ -75,10 +75,16 @@ def size_hint(shape_env, expression) -> int:
     return int(hint(expression, fallback=1024) if hint is not None else shape_env.size_hint(expression, allow_none=True) or 1024)
 
 
+@functools.cache
+def _runtime_knobs():
+    from triton import knobs
+    return knobs.runtime
+
+
 def launch_hooked() -> bool:
     """Is somebody (a profiler) watching Triton's launches?"""
-    from triton import knobs
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+    runtime = _runtime_knobs()
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def tf32_allowed() -> bool:
@@ -89,9 +95,11 @@ def tf32_allowed() -> bool:
 
 
 def direct_launch(compiled):
-    """((x, y, z) of the grid, stream, arguments) -> launch of a compiled Triton kernel through the C function that Triton's own launch ends in.
+    """(function, fixed, separate): a compiled Triton kernel starts by function(x, y, z of the grid, stream, *fixed, arguments), the C function that
+    Triton's own launch ends in.
 
-    Arguments are numbers, addresses and tensor maps, descriptors expanded. None where this release of Triton cannot be driven so.
+    Arguments are numbers, addresses and tensor maps, descriptors expanded: `separate` ones or one list. None where this release of Triton cannot be
+    driven so.
     """
     launcher = compiled.run
     launch = getattr(launcher, "launch", None)
@@ -103,8 +111,8 @@ def direct_launch(compiled):
     packed = compiled.packed_metadata
     if hasattr(launcher, "kernel_signature"):  # Triton 3.7
         annotations, signature = launcher.arg_annotations, launcher.kernel_signature
-        return lambda grid, stream, args: launch(*grid, stream, *fixed, packed, None, None, None, None, None, annotations, signature, args)
-    return lambda grid, stream, args: launch(*grid, stream, *fixed, None, None, packed, None, None, None, *args)  # Triton 3.6
+        return launch, (*fixed, packed, None, None, None, None, None, annotations, signature), False
+    return launch, (*fixed, None, None, packed, None, None, None), True  # Triton 3.6
 
 
 def spilled(compiled) -> int:
