@@ -63,6 +63,8 @@ def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0, leng
                 if kernel not in dict(job.tiles) or name in ("attention_reset", "attention_delta"):
                     continue
                 t = dict(job.tiles)[kernel]
+                predicted = hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) if schedule == "hopper" else \
+                    limits.shared_bytes(kernel, t, p, spec, gpu)
                 slack = 0
                 if schedule == "triton" and kernel == "keys" and spec.dropout:  # an upper bound: random bits pass through shared memory
                     slack = predicted
@@ -70,8 +72,6 @@ def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0, leng
                     slack = 2560
                 elif schedule == "hopper":  # what partitions are handed: Triton 3.7 one number fewer than 3.6; a few fewer beside a bias, or with dropout
                     slack = 48 * (kernel == "keys" and bool(spec.loads)) + 16 * (kernel == "keys" and not spec.is_masked) + 16 * (spec.dropout > 0)
-                predicted = hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) if schedule == "hopper" else \
-                    limits.shared_bytes(kernel, t, p, spec, gpu)
                 assert predicted - slack <= size <= predicted, (str(job), kernel, size, predicted)
 
 
