@@ -1,0 +1,86 @@
+"""compute-sanitizer over one forward and one backward of each schedule: accesses out of bounds (memcheck), races in shared memory (racecheck).
+
+    python -m tests.gpu.sanitize [--tools memcheck,racecheck] [--limit 240]
+
+The kernels are compiled first, without the tool. Lengths are no multiple of a tile. A line for each run, and the tool's own report if it is not clean.
+"""
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+TEXT = """\
+attention[b, h, i, j]
+  qk    = q[b, h, i] . k[b, h, j]
+  score = qk * 0.125
+  where   j <= i
+  empty   nan
+  drop    0.1
+  out   = softmax_j(score) . v[b, h, j]"""
+RUNS = (("triton", 64), ("triton", 128), ("hopper", 64), ("hopper", 128))
+LENGTH = 300
+
+
+def both(schedule: str, head: int) -> None:
+    """Forward and backward of causal attention with dropout."""
+    import torch
+
+    from flashfx.codegen import launch
+    from flashfx.codegen.plan import overridden
+    from flashfx.codegen.selfcheck import inputs
+    from flashfx.region import Problem
+    from flashfx.spec import AttentionSpec
+    spec, problem = AttentionSpec.parse(TEXT), Problem((1, 2), LENGTH, LENGTH, head, head, "bfloat16", "bfloat16")
+    with overridden(schedule=schedule):
+        q, k, v, aux, seed, sizes = inputs(spec, problem, "cuda")
+        out, lse = launch.forward(spec, q, k, v, aux, seed, sizes)
+        grads = launch.backward(spec, torch.ones_like(out), q, k, v, aux, seed, out, lse, sizes, [True] * 3)
+    torch.cuda.synchronize()
+    assert all(t.isfinite().all() for t in (out, *grads))
+
+
+def checked(tool: str, schedule: str, head: int, limit: int) -> tuple[str, str]:
+    """(what the tool says in a word or two, its report)"""
+    own = [sys.executable, "-m", "tests.gpu.sanitize", "--run", schedule, str(head)]
+    if tool:
+        own = ["compute-sanitizer", "--tool", tool, "--print-limit", "10", *own]
+    try:
+        done = subprocess.run(own, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        return f"ended after {limit} s", str(error.stdout or "")
+    text = done.stdout + done.stderr
+    summary = [line for line in text.splitlines() if "SUMMARY" in line]
+    clean = done.returncode == 0 and (not tool or bool(summary) and all(" 0 " in line for line in summary))
+    return "clean" if clean else "not clean", text
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for one run")
+    parser.add_argument("--run", nargs=2, metavar=("SCHEDULE", "HEAD"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.run:
+        both(options.run[0], int(options.run[1]))
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer is not on the PATH: it comes with CUDA's toolkit", file=sys.stderr)
+        return 1
+    failed = 0
+    with ThreadPoolExecutor(8) as pool:
+        for tools in ([""], options.tools.split(",")):  # first without a tool, to compile
+            runs = [(tool, *run) for tool in tools for run in RUNS]
+            for (tool, schedule, head), (verdict, text) in zip(runs, pool.map(lambda run: checked(*run, options.limit), runs)):
+                if tool or verdict != "clean":
+                    print(f"{tool or 'without a tool':12} {schedule:7} d={head:<4} {verdict}", flush=True)
+                if verdict != "clean":
+                    print(text[-3000:])
+                    failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
