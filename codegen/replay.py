@@ -104,11 +104,17 @@ class Recording(TorchDispatchMode):
         self.names[name] = value
         return name
 
+    def _said(self, value) -> str:
+        """How the text says an argument of one of PyTorch's operations."""
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._said, value))}]"
+        return f"t{value}" if isinstance(value, _Slot) else self._name(value)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = tree_map_only(torch.Tensor, self._slot, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         results = result if isinstance(result, (tuple, list)) else [result]
-        if not all(isinstance(r, torch.Tensor) for r in results):  # a number read from the device
+        if not results or not all(isinstance(r, torch.Tensor) for r in results):  # a number read from the device
             self.whole = False
         elif func is torch.ops.aten.detach.default:  # PyTorch's way to hand over what it has just made: below autograd, the tensor itself
             self.aliases.append(result)
@@ -117,9 +123,10 @@ class Recording(TorchDispatchMode):
             made = (tuple(result.shape), result.stride(), result.dtype)
             self.steps.append((f"t{self._new(result)} = {self._name(compat.empty_strided(result.device))}({', '.join(map(self._name, made))})", []))
         else:
-            used = [s for s in tree_leaves(given) if isinstance(s, _Slot)]
-            made = "".join(f"t{self._new(r)}, " for r in results)
-            self.steps.append((f"{made}= {self._name(_operation(func, *given, used))}({', '.join(f't{s}' for s in used)})", used))
+            positional, named = given
+            told = [*map(self._said, positional), *(f"{name}={self._said(value)}" for name, value in named.items())]
+            made = ", ".join(f"t{self._new(r)}" for r in results) + "," * (results is result)
+            self.steps.append((f"{made} = {self._name(func)}({', '.join(told)})", [s for s in tree_leaves(given) if isinstance(s, _Slot)]))
         return result
 
     def launched(self, compiled, grid: tuple[int, int, int], args: list) -> None:
@@ -161,16 +168,6 @@ class Recording(TorchDispatchMode):
         names = {"get_stream": torch._C._cuda_getCurrentRawStream, **self.names}
         exec(text, names)
         return names["again"]
-
-
-def _operation(func, args, kwargs, used: list[int]) -> Callable:
-    """`func` of the tensors numbered `used`, where the recorded call had them; a list of what it makes."""
-    def step(*tensors):
-        slots = dict(zip(used, tensors))
-        given, named = tree_map_only(_Slot, slots.__getitem__, (args, kwargs))
-        result = func(*given, **named)
-        return result if isinstance(result, (tuple, list)) else [result]
-    return step
 
 
 class _Maps(dict):
