@@ -272,15 +272,16 @@ def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
     return Work(products, exps, once, max(again, 0), *rest)
 
 
-def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> tuple[float, float]:
-    """(bytes that a kernel moves between the L2 cache and device memory, those that a counter sees while it runs). work: of `traffic`; parts: of the keys, each
-    read by programs of its own."""
+def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> tuple[float, float, float]:
+    """(bytes that a kernel moves between the L2 cache and device memory, those that a counter sees while it runs, programs that read the same rows beside each
+    other). work: of `traffic`; parts: of the keys, each read by programs of its own."""
     if not (work.streamed and work.outer):
-        return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1))
+        return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1)), 1.0
     by_keys, streams, programs, outer = kernel in ("keys", "one_pass"), parts * known.z / known.share, gpu.sms * resident, work.outer * parts
     together = l2.at_once(schedule, kernel, streams, work.streamed, outer, programs, known.long_first[by_keys])
     apart = l2.apart(known.uneven, known.share, together, outer / streams, programs) if by_keys else 0.0
-    return l2.device_bytes(work.once, work.again, work.written, work.streamed, streams, together, outer, programs, apart, gpu.l2)
+    return (*l2.device_bytes(work.once, work.again, work.written, work.streamed, streams, together, outer, programs, apart, gpu.l2),
+            min(outer / streams, programs / together))
 
 
 def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
@@ -299,7 +300,8 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     visible, partial = known.tiles(m, n) if counts is None else counts
     work = traffic(kernel, known, m, n, visible)
     products, exps, once, outer = work.products, work.exps, work.once, work.outer * parts
-    moved, all_bytes = device_bytes(schedule, kernel, work, known, gpu, resident, parts)[0], once + work.again
+    moved, _, beside = device_bytes(schedule, kernel, work, known, gpu, resident, parts)
+    all_bytes = once + work.again
     if not products or not outer:
         return Rate(launch=1.0), moved, all_bytes, 0.0
     by_keys, mean = kernel in ("keys", "one_pass"), outer / (gpu.sms * resident)
@@ -309,11 +311,12 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     waves, element = mean * _tail(mean), exps / gpu.exp_rate * tail
     matrix, each = products / gpu.matrix_rate * tail, visible / (gpu.sms * resident) * _tail(mean)
     loops = known.keys * known.share if by_keys else known.rows
-    far = once / max(all_bytes, 1) if mean > 2 else 1.0  # tiles that nobody has read before: of programs that all start at once, all
     full, rest = divmod(outer, gpu.sms * resident)  # waves of programs, and what the last one has
-    beside = full * resident + math.ceil(rest / gpu.sms)
-    latency, stream = (NEAR + (FAR - NEAR) * far) / max(1, stages - (schedule == "triton")), inner * (known.D + known.E) * known.width / STREAM
-    waiting = visible / outer * ((full + (rest > 0)) * (latency + STEP) + beside * stream)
+    turns = full * resident + math.ceil(rest / gpu.sms)
+    far = min(1.0, moved * beside / max(all_bytes, 1))  # tiles of which device memory is waited for, by all programs that read them beside each other
+    copies = stages if warpgroups and rows >= 64 else max(1, stages - 1)  # asynchronous products read one tile while the next is copied
+    latency, stream = (NEAR + (FAR - NEAR) * far) / copies + STEP, inner * (known.D + known.E) * known.width / STREAM
+    waiting = visible / outer * ((full + (rest > 0)) * latency + turns * stream) if schedule == "triton" else 0.0  # the other has a warp that asks ahead
     loads = sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads what belongs to j - i while products run
     pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
     return Rate(

@@ -71,14 +71,15 @@ LAUNCH = 3e-6
 
 NEAR, FAR, STREAM, STEP = 0.3e-6, 0.95e-6, 1e11, 0.05e-6
 """Seconds until the first byte of a tile arrives from the L2 cache and from device memory, bytes per second into one multiprocessor after it, and seconds
-from a tile's last byte to asking for another: what a program waits for that does nothing else, as in decoding."""
+from a tile's last byte to asking for another: what a program of the portable schedule waits for that does nothing else, as in decoding. Programs that read
+the same keys beside each other, grouped queries say, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.958, pieces=0.0136, slim=0.36, element=0.787, function=0.826, step=0.231, random=1.22, load=0.426, pressure=9.25, partial=1.1, tile=1.82e-07, turn=5.04e-07, restart=6.84e-07, launch=1.18e-05),  # 258 measurements
+    ('hopper', 'forward'): Rate(matrix=0.957, pieces=0.0138, slim=0.36, element=0.787, function=0.826, step=0.231, random=1.22, load=0.433, pressure=9.28, partial=1.1, tile=1.82e-07, turn=5.01e-07, restart=6.84e-07, launch=1.18e-05),  # 259 measurements
     ('hopper', 'one_pass'): Rate(matrix=0.832, pieces=0.738, element=2.56, function=0.598, random=0.527, load=0.873, pressure=3.51, partial=0.283, shallow=4.12e-07, nested=6.61e-07, turn=6e-06, launch=1.63e-06),  # 61 measurements
-    ('triton', 'forward'): Rate(matrix=1.42, scalar=6.12, split=1.95, pieces=0.386, slim=0.273, element=0.888, wide=0.0317, solo=0.369, function=0.709, step=0.0943, random=1.66, load=0.714, pressure=0.371, partial=0.8, tile=2.31e-08, shallow=1.63e-07, narrow=7.32e-08, turn=2.83e-06, launch=7.42e-06),  # 433 measurements
-    ('triton', 'keys'): Rate(matrix=1.29, scalar=11, older=2.31, split=1.58, pieces=0.37, slim=0.287, element=0.868, wide=0.507, broad=0.0448, solo=1.11, function=1.01, random=5.01, load=3.49, partial=0.145, tile=1.05e-07, shallow=4.04e-08, nested=6.07e-07, turn=3.68e-06, restart=7.72e-07, launch=8.15e-06),  # 281 measurements
-    ('triton', 'rows'): Rate(matrix=0.949, scalar=13.5, older=2.05, split=2.81, pieces=0.316, slim=0.0751, element=0.524, wide=0.265, broad=0.051, solo=0.86, function=1.13, step=0.0864, random=2.13, load=1.26, partial=0.821, tile=1.46e-07, shallow=2.16e-07, narrow=7.98e-08, turn=3.43e-06, restart=2.67e-08, launch=7.96e-06),  # 339 measurements
+    ('triton', 'forward'): Rate(matrix=1.46, scalar=6.1, split=1.89, pieces=0.392, slim=0.201, element=0.903, solo=0.345, function=0.723, step=0.111, random=1.71, load=0.618, pressure=0.31, partial=0.686, shallow=1.78e-07, narrow=1.3e-07, turn=2.86e-06, launch=7.25e-06),  # 395 measurements
+    ('triton', 'keys'): Rate(matrix=1.27, scalar=11, older=2.43, split=1.57, pieces=0.333, slim=0.274, shared=0.409, element=0.82, wide=0.456, broad=0.053, solo=1.15, function=0.965, random=4.87, load=3.3, tile=1.58e-07, shallow=4.46e-08, nested=3.09e-07, turn=3.19e-06, restart=8.34e-07, launch=9.43e-06),  # 274 measurements
+    ('triton', 'rows'): Rate(matrix=1.02, scalar=13.5, older=2.32, split=2.7, pieces=0.344, element=0.494, wide=0.191, broad=0.0756, solo=0.767, function=1.09, step=0.0875, random=2.09, load=1.11, partial=0.435, tile=1.37e-07, shallow=2.06e-07, narrow=1.41e-07, turn=3.34e-06, restart=1.93e-07, launch=8.01e-06),  # 295 measurements
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 20 measurements
 }
 """(schedule, kernel) -> Rate."""

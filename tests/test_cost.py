@@ -151,16 +151,15 @@ def judged(fitted: bool) -> list[tuple]:
 
 
 def test_the_choice_is_as_good_as_the_best_measured_tiles():
-    """On the held-out half: within 5 % in geometric mean (measured: 1.7 %), each within 15 % but for one: decoding with 432 programs, whose keys would
-    better be split, 29 %."""
+    """On the held-out half: within 5 % in geometric mean (measured: 1.5 %), each within 15 % (13 %)."""
     found = judged(False)
     assert len(found) >= 69
-    *lost, worst = sorted(own / least for own, least, _ in found)
-    assert mean([*lost, worst]) < 1.05 and max(lost) < 1.15 and worst < 1.3
+    lost = [own / least for own, least, _ in found]
+    assert mean(lost) < 1.05 and max(lost) < 1.15
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 5.7 %), in the same order (rank correlation 0.999)."""
+    """Within 25 % in geometric mean (measured: 5.6 %), in the same order (rank correlation 0.999)."""
     own, _, predicted = zip(*judged(False))
     assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
     assert spearman(own, predicted) > 0.9
