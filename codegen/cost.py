@@ -15,11 +15,11 @@ from dataclasses import dataclass, fields
 
 from typing import TYPE_CHECKING
 
-from ..expr import Call, Expr, Var, walk
+from ..expr import Call, Const, Expr, Var, call, walk
 from ..region import Problem
 from ..spec import AttentionSpec
 from . import l2
-from .captured import is_relative
+from .captured import ends, is_relative
 from .gpu import GPU
 from .factors import peel
 from .limits import WIDTHS, padded
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 SYMBOLS = "Z G M N D E W BLOCK_M BLOCK_N T"
 """Batch indices, how many of them share keys (grouped queries), queries, keys, head sizes of q and k (D) and of v (E), bytes of an element, tile sizes, visible tiles over all batch indices."""
 ELEMENT = {"bool": 1, "int": 8}
+ENDS = 128
+"""Keys before and behind the diagonal beyond which a table that ends is taken to be one number. Where it ends is data; T5's
+`relative_attention_max_distance`, 128, is assumed."""
 LSE = 4
 """Bytes of a log-sum-exp, a delta, an element of dQ's float32 sum."""
 
@@ -175,6 +178,8 @@ def _counted(spec: AttentionSpec, problem: Problem, plan: Plan, kernel: str) -> 
         return parts(facts(spec, problem), plan), 0.0
     if 0 in (*problem.extents, problem.M, problem.N):
         return 0.0, 0.0
+    if kernel == "dense" and (known := facts(spec, problem)).near != known.visible:  # it visits no others
+        return known.tiles(plan.BLOCK_M, plan.BLOCK_N, near=True)
     counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
     return counts.visited, counts.partial + counts.data
 
@@ -205,6 +210,8 @@ class Facts:
     functions   special functions of a score's own for each element, in exponentials; a division takes two
     steps       other operations for each element
     loads       (bytes of an element, is it read at j - i?, elements in all) of each tensor with an element for every query and key
+    near        where elements of those are read one by one: where visible, or, if all are tables that end, `ENDS` from the diagonal at most
+    places      operations for the place of each
     rows, keys  loops of a program over keys, and over rows: one, and one for each end at which a mask cuts tiles
     uneven      how unequally many keys rows see, from 0 (all see as many) to 1 (as under a causal mask)
     long_first  are the last rows those with most keys; the first keys those that most rows see? Then the schedules start them first
@@ -223,16 +230,22 @@ class Facts:
     random: bool
     pieces: bool
     loads: tuple[tuple[int, bool, int], ...]
+    near: Expr
+    places: float
     rows: int
     keys: int
     uneven: float
     long_first: tuple[bool, bool]
     given: tuple[tuple[str, int], ...]
 
-    def tiles(self, m: int, n: int) -> tuple[float, float]:
-        """(visible, partial) tiles over all batch indices; tiles that only data hide count as visible."""
-        full, partial = estimate(self.visible, m, n, self.M, self.N, self.given)
+    def tiles(self, m: int, n: int, near: bool = False) -> tuple[float, float]:
+        """(visible, partial) tiles over all batch indices; tiles that only data hide count as visible. near: those with elements of `near`."""
+        full, partial = estimate(self.near if near else self.visible, m, n, self.M, self.N, self.given)
         return self.z * (full + partial), self.z * partial
+
+    def gathered(self, m: int, n: int, visible: float) -> float:
+        """Those of so many visible tiles that have elements of `near`."""
+        return visible if self.near == self.visible else min(visible, self.tiles(m, n, near=True)[0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -240,19 +253,22 @@ def facts(spec: AttentionSpec, problem: Problem) -> Facts:
     """Of a spec at a problem's sizes. Pieces of a head count in full."""
     extents, z = dict(zip(spec.axes, problem.extents)), math.prod(problem.extents)
     own = math.prod(e for axis, e in extents.items() if axis in spec.k | spec.v)
-    calls = [x.row.cost for x in walk(peel(spec.score)[0]) if isinstance(x, Call) and "j" in x.variables]
+    clamped = [load for load in spec.score.loads if ends(load)]
+    places = {x for load in clamped for a in load.index for x in walk(a) if isinstance(x, Call) and "j" in x.variables}
+    calls = [x.row.cost for x in walk(peel(spec.score)[0]) if isinstance(x, Call) and "j" in x.variables and x not in places]
     vectors = 2 * sum(len({"i", "j"} & load.variables) == 1 for load in spec.score.loads)  # to read one and to spread it
-    loads = []
-    for load in spec.loads:
-        if {"i", "j"} <= load.variables:  # a bias or a mask with an element for every query and key (or each j - i), of the axes that it has
-            whole = problem.M + problem.N if is_relative(load) else problem.M * problem.N
-            loads.append((WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind], is_relative(load),
-                          whole * math.prod(extents[a] for a in spec.axes if a in load.variables)))
+    across, loads = [load for load in spec.loads if {"i", "j"} <= load.variables], []
+    for load in across:  # a bias or a mask with an element for every query and key (or each j - i), of the axes that it has
+        whole = problem.M + problem.N if is_relative(load) else problem.M * problem.N
+        loads.append((WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind], is_relative(load),
+                      whole * math.prod(extents[a] for a in spec.axes if a in load.variables)))
+    band = (call("le", Var("j"), call("add", Var("i"), Const(ENDS))), call("ge", Var("j"), call("sub", Var("i"), Const(ENDS))))
+    near = functools.reduce(lambda a, b: call("and", a, b), band, spec.visible) if clamped and all(map(ends, across)) else spec.visible
     given = known_names(spec, problem.extents, problem.sizes)
     by_rows, by_keys = bounds(spec.visible, "j"), bounds(spec.visible, "i")
     return Facts(spec.visible, z, max(z // max(own, 1), 1), problem.M, problem.N, padded(problem.D), padded(problem.Dv), WIDTHS[problem.dtype],
                  calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu") + vectors), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
-                 tuple(loads), _loops(spec.visible, "j"), _loops(spec.visible, "i"), unevenness(spec.visible, problem.M, problem.N, given),
+                 tuple(loads), near, float(len(places)), _loops(spec.visible, "j"), _loops(spec.visible, "i"), unevenness(spec.visible, problem.M, problem.N, given),
                  (Var("i1") in by_rows.hi.leaves, Var("j0") in by_keys.lo.leaves and by_keys.hi == Var("M")), given)
 
 
@@ -265,16 +281,17 @@ def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
     """The formulas' values."""
     products, exps, once, again, *rest = _compiled(kernel)(known.z, known.share, known.M, known.N, known.D, known.E, known.width, m, n, visible)
     if products:
+        gathered = known.gathered(m, n, visible)
         for width, relative, whole in known.loads:
-            read = visible * (m + n if relative else m * n)
+            read = gathered * (m + n) + (visible - gathered) if relative else visible * m * n
             own = min(read, whole)
             once, again = once + width * own, again + width * (read - own)
     return Work(products, exps, once, max(again, 0), *rest)
 
 
 def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> tuple[float, float, float]:
-    """(bytes that a kernel moves between the L2 cache and device memory, those that a counter sees while it runs, programs that read the same rows beside each
-    other). work: of `traffic`; parts: of the keys, each read by programs of its own."""
+    """(bytes that a kernel moves between the L2 cache and device memory, those that a counter sees while it runs, programs that read the same rows beside
+    each other). work: of `traffic`; parts: of the keys, each read by programs of its own."""
     if not (work.streamed and work.outer):
         return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1)), 1.0
     by_keys, streams, programs, outer = kernel in ("keys", "one_pass"), parts * known.z / known.share, gpu.sms * resident, work.outer * parts
@@ -297,7 +314,7 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     m, n, warps, stages = tiles
     if not known.z * known.M * known.N:
         return Rate(), 0.0, 0.0, 0.0
-    visible, partial = known.tiles(m, n) if counts is None else counts
+    visible, partial = known.tiles(m, n, kernel == "dense") if counts is None else counts
     work = traffic(kernel, known, m, n, visible)
     products, exps, once, outer = work.products, work.exps, work.once, work.outer * parts
     moved, _, beside = device_bytes(schedule, kernel, work, known, gpu, resident, parts)
@@ -317,13 +334,14 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     copies = stages if warpgroups and rows >= 64 else max(1, stages - 1)  # asynchronous products read one tile while the next is copied
     latency, stream = (NEAR + (FAR - NEAR) * far) / copies + STEP, inner * (known.D + known.E) * known.width / STREAM
     waiting = visible / outer * ((full + (rest > 0)) * latency + turns * stream) if schedule == "triton" else 0.0  # the other has a warp that asks ahead
-    loads = sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads what belongs to j - i while products run
+    near = known.gathered(m, n, visible) / max(visible, 1)  # beyond the ends of a table one number serves a tile
+    loads = near * sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads what belongs to j - i while products run
     pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
     return Rate(
         matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0, older=matrix * (warpgroups and rows < 64),
         split=matrix * (warpgroups and rows >= 64 and warps * 16 > rows and schedule == "triton"), pieces=matrix * known.pieces,
         slim=matrix * (inner < 64), element=element, wide=element * (warps * 16 < rows), broad=element * (inner > 64), solo=element * (resident == 1),
-        function=element * known.functions, step=element * known.steps, random=element * known.random, load=element * loads,
+        function=element * known.functions, step=element * (known.steps + near * known.places), random=element * known.random, load=element * loads,
         pressure=element * pressure, partial=element * partial / max(visible, 1), tile=each, shallow=each * (stages < (3 if schedule == "triton" else 2)),
         narrow=each * (inner < 64), nested=each * (by_keys and known.share > 1), shared=matrix * (by_keys and known.share > 1),
         turn=waves, restart=waves * (loops - 1), launch=1.0), moved, all_bytes, waiting
