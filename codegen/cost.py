@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields
+from operator import attrgetter, mul
 
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ ELEMENT = {"bool": 1, "int": 8}
 ENDS = 128
 """Keys before and behind the diagonal beyond which a table that ends is taken to be one number. Where it ends is data; T5's
 `relative_attention_max_distance`, 128, is assumed."""
+_MATRIX, _SPECIAL, _TURNS = (attrgetter(*names) for names in (MATRIX, SPECIAL, TURNS))
 LSE = 4
 """Bytes of a log-sum-exp, a delta, an element of dQ's float32 sum."""
 
@@ -360,5 +362,5 @@ def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], kn
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, LAUNCH)
-    of = lambda names: sum(getattr(found, name) * getattr(rate, name) for name in names)
-    return Cost(kernel, of(MATRIX), of(SPECIAL), memory, cache, of(TURNS), rate.launch)
+    of = lambda terms: sum(map(mul, terms(found), terms(rate)))
+    return Cost(kernel, of(_MATRIX), of(_SPECIAL), memory, cache, of(_TURNS), rate.launch)

@@ -12,6 +12,7 @@ cannot be solved is visible somewhere (hull: everything) and certain nowhere (fu
 """
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ..expr import BOOL, FLOAT, INT, Call, Const, Expr, Var, call, is_const, substitute
@@ -358,6 +359,7 @@ def _plus_one(e: Expr) -> Expr:
     return unlinear(terms, constant + 1)
 
 
+@functools.lru_cache(maxsize=1024)
 def bounds(visible: Expr, var: str) -> Bounds:
     """The range of `var` ("j" over a tile of rows, "i" over a tile of keys); see the module's docstring.
 
