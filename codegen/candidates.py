@@ -36,8 +36,8 @@ class Candidate:
         return f"{m}x{n}, {warps} warps, {stages} stages"
 
 
-def generated(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False) -> list[Tiles]:
-    """Tiles worth a look, in no order. listed: the mask's run-time summary says which tiles to visit."""
+def generated(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, group: int = 1) -> list[Tiles]:
+    """Tiles worth a look, in no order. listed: the mask's run-time summary says which tiles to visit; group: heads that are rows of one tile."""
     head = max(padded(problem.D), padded(problem.Dv))
     if schedule == "hopper":
         if kernel == "keys":  # its kernel is written for these
@@ -46,7 +46,7 @@ def generated(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem,
                 if not (m == 192 and (head > 64 or not hopper.is_simple(spec) or listed and BLOCK % m))]
     if units(problem, gpu) != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
-    outer = problem.N if kernel == "keys" else problem.M  # rows of the first product: what a program holds
+    outer = problem.N if kernel == "keys" else problem.M * group  # rows of the first product: what a program holds
     least = 16 if outer < 64 and head <= 128 else 32 if head > 128 and kernel != "forward" else 64  # a warpgroup's instruction takes 64
     most = 128 if outer > 64 else max(least, 1 << (outer - 1).bit_length())
     found = [(first, second, warps, stages) for first in (16, 32, 64, 128) for second in (32, 64, 128) for warps in (4, 8) for stages in (3, 2)
@@ -68,11 +68,14 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
 
 
 @functools.lru_cache(maxsize=4096)
-def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = ()) -> tuple[Candidate, ...]:
-    """Every candidate, fastest first by the cost model at the problem's rounded sizes; those that do not fit last. The same on every machine."""
+def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = (),
+           packed: bool = False) -> tuple[Candidate, ...]:
+    """Every candidate, fastest first by the cost model at the problem's rounded sizes; those that do not fit last. The same on every machine.
+    packed: heads that share keys are rows of one tile."""
     problem = rounded(problem)
-    known, scalar = cost.facts(spec, problem), units(problem, gpu) == "fma"
-    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, listed=listed) for tiles in generated(schedule, kernel, spec, problem, gpu, listed)]
+    known, scalar = cost.facts(spec, problem).packed(packed), units(problem, gpu) == "fma"
+    offers = generated(schedule, kernel, spec, problem, gpu, listed, known.group)
+    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, listed=listed) for tiles in offers]
     if schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
         least = min((c for c in found if c.shared <= gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
         found = [_weighed(schedule, kernel, c.tiles, spec, problem, gpu, tiled, known, scalar, float("inf")) if c is least else c for c in found]
@@ -106,7 +109,9 @@ def predicted(schedule: str, kernel: str, tiles: Tiles, known: cost.Facts, gpu: 
     """(seconds, parts as `Plan.parts`) of a kernel, its keys split where that is predicted faster. Arguments as `cost.features`."""
     whole = cost.kernel_cost(schedule, kernel, tiles, known, gpu, scalar, programs, registers).seconds
     m, n = tiles[:2]
-    parts = number(known.visible, known.z, known.M, known.N, known.given, m, n, gpu.sms * programs) if (schedule, kernel) == ("triton", "forward") else 1
+    if (schedule, kernel) != ("triton", "forward"):
+        return whole, 1
+    parts = number(known.visible, known.z, known.M, known.N, known.given, m, n, gpu.sms * programs, known.group)
     if parts == 1:
         return whole, 1
     split = cost.kernel_cost(schedule, kernel, tiles, known, gpu, scalar, programs, registers, None, parts).seconds

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter, mul
 
 from typing import TYPE_CHECKING
@@ -164,7 +164,7 @@ def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = Tru
 
     Tiles that only captured tensors hide count as visible. A call of a fraction of a millisecond: closed forms, no search.
     """
-    known, scalar = facts(spec, problem), "float32" in (problem.dtype, problem.v_dtype)
+    known, scalar = facts(spec, problem).packed(bool(plan.packed)), "float32" in (problem.dtype, problem.v_dtype)
     return tuple(kernel_cost(own.schedule, kernel, own.tiles, known, own.gpu, scalar, own.resident, own.registers,
                              _counted(spec, problem, own, kernel) if exact or kernel == "combine" else None, parts(known, own))
                  for kernel, own in kernels(plan))
@@ -172,7 +172,8 @@ def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = Tru
 
 def parts(known: Facts, plan: Plan) -> int:
     """Into how many parts a plan splits the keys of a tile of rows."""
-    return plan.parts or number(known.visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots)
+    known = known.packed(bool(plan.packed))
+    return plan.parts or number(known.visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots, known.group)
 
 
 def _counted(spec: AttentionSpec, problem: Problem, plan: Plan, kernel: str) -> tuple[float, float]:
@@ -180,6 +181,8 @@ def _counted(spec: AttentionSpec, problem: Problem, plan: Plan, kernel: str) -> 
         return parts(facts(spec, problem), plan), 0.0
     if 0 in (*problem.extents, problem.M, problem.N):
         return 0.0, 0.0
+    if plan.packed:
+        return facts(spec, problem).packed().tiles(plan.BLOCK_M, plan.BLOCK_N)
     if kernel == "dense" and (known := facts(spec, problem)).near != known.visible:  # it visits no others
         return known.tiles(plan.BLOCK_M, plan.BLOCK_N, near=True)
     counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
@@ -199,7 +202,7 @@ def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
 
 def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes that all kernels of a plan read and write with SRAM as the only cache, as the papers count them."""
-    known = facts(spec, problem)
+    known = facts(spec, problem).packed(bool(plan.packed))
     works = [traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0]) for kernel, own in kernels(plan)]
     return round(sum(work.once + work.again for work in works))
 
@@ -216,6 +219,7 @@ class Facts:
     places      operations for the place of each
     rows, keys  loops of a program over keys, and over rows: one, and one for each end at which a mask cuts tiles
     uneven      how unequally many keys rows see, from 0 (all see as many) to 1 (as under a causal mask)
+    group       heads that are rows of one tile; z counts the others
     long_first  are the last rows those with most keys; the first keys those that most rows see? Then the schedules start them first
     """
 
@@ -239,11 +243,18 @@ class Facts:
     uneven: float
     long_first: tuple[bool, bool]
     given: tuple[tuple[str, int], ...]
+    group: int = 1
+
+    def packed(self, packed: bool = True) -> Facts:
+        """Heads that share keys as rows of one tile."""
+        return replace(self, z=self.z // self.share, share=1, group=self.share) if packed and self.group == 1 else self
 
     def tiles(self, m: int, n: int, near: bool = False) -> tuple[float, float]:
         """(visible, partial) tiles over all batch indices; tiles that only data hide count as visible. near: those with elements of `near`."""
-        full, partial = estimate(self.near if near else self.visible, m, n, self.M, self.N, self.given)
-        return self.z * (full + partial), self.z * partial
+        seen = self.near if near else self.visible
+        full, partial = estimate(seen, m if self.group == 1 else max(self.M, 1), n, self.M, self.N, self.given)
+        times = self.z if self.group == 1 else self.z * -(-self.M * self.group // m)
+        return times * (full + partial), times * partial
 
     def gathered(self, m: int, n: int, visible: float) -> float:
         """Those of so many visible tiles that have elements of `near`."""
@@ -270,7 +281,8 @@ def facts(spec: AttentionSpec, problem: Problem) -> Facts:
     by_rows, by_keys = bounds(spec.visible, "j"), bounds(spec.visible, "i")
     return Facts(spec.visible, z, max(z // max(own, 1), 1), problem.M, problem.N, padded(problem.D), padded(problem.Dv), WIDTHS[problem.dtype],
                  calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu") + vectors), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
-                 tuple(loads), near, float(len(places)), _loops(spec.visible, "j"), _loops(spec.visible, "i"), unevenness(spec.visible, problem.M, problem.N, given),
+                 tuple(loads), near, float(len(places)), _loops(spec.visible, "j"), _loops(spec.visible, "i"),
+                 unevenness(spec.visible, problem.M, problem.N, given),
                  (Var("i1") in by_rows.hi.leaves, Var("j0") in by_keys.lo.leaves and by_keys.hi == Var("M")), given)
 
 
@@ -281,7 +293,8 @@ def _loops(visible: Expr, over: str) -> int:
 
 def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
     """The formulas' values."""
-    products, exps, once, again, *rest = _compiled(kernel)(known.z, known.share, known.M, known.N, known.D, known.E, known.width, m, n, visible)
+    sizes = known.z, known.share, known.M * known.group, known.N, known.D, known.E, known.width
+    products, exps, once, again, *rest = _compiled(kernel)(*sizes, m, n, visible)
     if products:
         gathered = known.gathered(m, n, visible)
         for width, relative, whole in known.loads:
@@ -292,8 +305,8 @@ def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
 
 
 def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> tuple[float, float, float]:
-    """(bytes that a kernel moves between the L2 cache and device memory, those that a counter sees while it runs, programs that read the same rows beside
-    each other). work: of `traffic`; parts: of the keys, each read by programs of its own."""
+    """(bytes that a kernel moves between the L2 cache and device memory, those that a counter sees while it runs, programs that read the same
+    rows beside each other). work: of `traffic`; parts: of the keys, each read by programs of its own."""
     if not (work.streamed and work.outer):
         return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1)), 1.0
     by_keys, streams, programs, outer = kernel in ("keys", "one_pass"), parts * known.z / known.share, gpu.sms * resident, work.outer * parts
@@ -335,9 +348,9 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     far = min(1.0, moved * beside / max(all_bytes, 1))  # tiles of which device memory is waited for, by all programs that read them beside each other
     copies = stages if warpgroups and rows >= 64 else max(1, stages - 1)  # asynchronous products read one tile while the next is copied
     latency, stream = (NEAR + (FAR - NEAR) * far) / copies + STEP, inner * (known.D + known.E) * known.width / STREAM
-    waiting = visible / outer * ((full + (rest > 0)) * latency + turns * stream) if schedule == "triton" else 0.0  # the other has a warp that asks ahead
+    waiting = visible / outer * ((full + (rest > 0)) * latency + turns * stream) if schedule == "triton" else 0.0  # the other asks ahead
     near = known.gathered(m, n, visible) / max(visible, 1)  # beyond the ends of a table one number serves a tile
-    loads = near * sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads what belongs to j - i while products run
+    loads = near * sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads those at j - i while products run
     pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
     return Rate(
         matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0, older=matrix * (warpgroups and rows < 64),

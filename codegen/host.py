@@ -99,7 +99,7 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
         _unpack(site, out)
         extents = _shape(extent(a) for a in site.spec.axes)
         out.line(f"out, lse = empty_output({extents}, M, v), empty_lse({extents}, M, v)")
-        grid = _grid("FORWARD", "BLOCK_M", "M", site.spec.axes)
+        grid = _grid("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
         if site.warpgroups and hopper_forward.is_uneven(site):
             out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles programs took beside their first")
             found["reset"].call("(1,)", out)

@@ -86,6 +86,7 @@ class Site:
     ordered: bool = False        # which adds dQ up in a fixed order
     tiled: tuple[str, ...] = ()  # captured tensors of which the Hopper schedules read tiles by TMA
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
+    packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
     parts: str = ""              # into how many parts the host splits the keys of a tile of rows; "" if one program reads them all
 
     @property
@@ -264,15 +265,22 @@ def matrix(site: Site, out: Writer, operand: str) -> None:
 
 
 def load_tile(site: Site, out: Writer, operand: str, name: str, check: str = "", looped: bool = False,
-              direct: bool = False) -> None:
+              direct: bool = False, packed: bool = False) -> None:
     """name = a tile of the operand's rows, one variable per head-size chunk.
 
     check   bounds the rows; "" if they cannot lie outside
     looped  read in an inner loop: from the matrix of `matrix(...)`
     direct  by addresses even if the site allows the tensor memory accelerator
+    packed  each row has indices of its own, i and those of `Site.packed`
     """
     _, _, prefix, row, _ = OPERANDS[operand]
     start, rows = row_names(operand)
+    if packed:
+        address = out.assign(f"{prefix}_tile", packed_rows(site, operand))
+        for c, index, head_check in pieces(site, operand):
+            mask = " & ".join(x for x in (check, head_check) if x)
+            out.assign(name + c.suffix, f"tl.load({address} + {index}[None, :] * stride_{prefix}_d, mask={mask}, other=0.0)")
+        return
     if site.descriptors and not direct:
         block = "BLOCK_M" if rows == "rows" else "BLOCK_N"
         position = [*(local(a) for a in operand_axes(site, operand)), start]
@@ -290,6 +298,12 @@ def load_tile(site: Site, out: Writer, operand: str, name: str, check: str = "",
         mask = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
         offsets = f"{rows}[:, None] * stride_{prefix}_{row} + {index}[None, :] * stride_{prefix}_d"
         out.assign(name + c.suffix, f"tl.load({address} + {offsets}{mask})")
+
+
+def packed_rows(site: Site, operand: str) -> str:
+    """Addresses of the operand's rows where each has indices of its own."""
+    _, _, prefix, row, _ = OPERANDS[operand]
+    return f"({base(site, operand)} + tl.cast(i, tl.int64) * stride_{prefix}_{row})[:, None]"
 
 
 def tiles_name(operand: str, c: Chunk) -> str:

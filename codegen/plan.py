@@ -18,13 +18,15 @@ from . import candidates, cost
 from .blocks import pays
 from .candidates import Candidate, predicted, ranked, rounded
 from .gpu import GPU
+from .packing import packed_axes
 from .limits import has_relative, registers_per_thread, resident, shared_bytes, units
 from .schedules import hopper, hopper_captured
 
 DIRECTIONS = ("forward", "backward")
 SCHEDULES = ("triton", "hopper")
 OVERRIDE: dict[str, tuple[int, int, int, int] | str | int] = {}
-"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), "schedule" -> one of SCHEDULES, "parts" -> as in `Plan`; set by `overridden`."""
+"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), "schedule" -> one of SCHEDULES, "parts" -> as in `Plan`, "packed" -> may heads be rows; set by
+`overridden`."""
 
 PINNED: dict[tuple[AttentionSpec, str], dict] = {}
 """(spec, direction) -> what `overridden` takes; set by `tuning.pin`."""
@@ -46,6 +48,7 @@ class Plan:
     stored     captured tensor whose gradient their backward stores as it goes
     ordered    their backward adds dQ up in a fixed order
     parts      into how many parts the forward kernel's keys are split, a program for each: 1, or 0 for as many as `split.number` says
+    packed     axes that k and v lack, whose heads are rows of the forward kernel's tiles
     reason     why these tiles
     """
 
@@ -69,6 +72,7 @@ class Plan:
     stored: str = ""
     ordered: bool = False
     parts: int = 1
+    packed: tuple[str, ...] = ()
 
     @property
     def tiles(self) -> tuple[int, int, int, int]:
@@ -96,6 +100,8 @@ class Plan:
                f"{self.shared / 1024:.0f} KiB shared{', TMA' if self.descriptors else ''}")
         if self.listed:
             own += f", tiles from a list of {BLOCK}x{BLOCK} blocks made at run time"
+        if self.packed:
+            own += ", heads that share keys in one tile"
         if self.parts != 1:
             own += ", keys in parts"
         parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
@@ -103,12 +109,13 @@ class Plan:
 
 
 @contextlib.contextmanager
-def overridden(schedule: str | None = None, parts: int | None = None, **tiles: tuple[int, int, int, int]):
+def overridden(schedule: str | None = None, parts: int | None = None, packed: bool | None = None, **tiles: tuple[int, int, int, int]):
     """For tests and sweeps: overridden(forward=(64, 32, 4, 2), keys=…, rows=…, dense=…) while the block runs.
 
     schedule  "triton": the portable schedule everywhere; "hopper": the Hopper schedule wherever it can run, short rows too. Without it,
               tiles are the portable schedule's.
     parts     of the keys in the portable forward kernel: 1 for none, 0 for as many as fill the card, else that many
+    packed    False: each head has tiles of its own in it
     """
     unknown = set(tiles) - {"forward", "keys", "rows", "dense"}
     if unknown:
@@ -116,7 +123,7 @@ def overridden(schedule: str | None = None, parts: int | None = None, **tiles: t
     if schedule not in (None, *SCHEDULES):
         raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
     before = dict(OVERRIDE)
-    OVERRIDE.update(tiles | ({"schedule": schedule} if schedule else {}) | ({} if parts is None else {"parts": parts}))
+    OVERRIDE.update(tiles | {name: value for name, value in (("schedule", schedule), ("parts", parts), ("packed", packed)) if value is not None})
     try:
         yield
     finally:
@@ -137,26 +144,29 @@ def _check_types(problem: Problem, gpu: GPU) -> None:
             raise PlanError(f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) has no bfloat16 matrix unit: use float16")
 
 
-def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, descriptors: bool) -> Plan:
+def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, descriptors: bool, listed: bool = False) -> Plan:
     """One kernel of the portable schedule."""
+    packed = packed_axes(spec, problem) if kernel == "forward" and not listed and OVERRIDE.get("packed", True) else ()
     if kernel in OVERRIDE:
         tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
         if kernel == "dense" and has_relative(spec):  # so that every tile of a diagonal of tiles has the same diagonals
             tiles = (min(tiles[:2]), min(tiles[:2]), *tiles[2:])
         chosen = Candidate(tiles, shared_bytes(kernel, tiles, problem, spec, gpu), registers_per_thread(kernel, tiles, problem, spec))
         if kernel == "forward":
-            chosen = replace(chosen, parts=predicted("triton", kernel, tiles, cost.facts(spec, rounded(problem)), gpu, units(problem, gpu) == "fma",
+            known = cost.facts(spec, rounded(problem)).packed(bool(packed))
+            chosen = replace(chosen, parts=predicted("triton", kernel, tiles, known, gpu, units(problem, gpu) == "fma",
                                                      resident(gpu, tiles[2], chosen.shared, chosen.registers), chosen.registers)[1])
     else:
         _check_types(problem, gpu)
-        offers = ranked("triton", kernel, spec, rounded(problem), gpu)
+        offers = ranked("triton", kernel, spec, rounded(problem), gpu, packed=bool(packed))
         chosen = offers[0]
         if chosen.unfit:
             raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {chosen.tiles[0]}x{chosen.tiles[1]} tiles need {chosen.shared} bytes of shared "
                             f"memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
         reason = _reason(offers, gpu, units(problem, gpu) == "wgmma" and kernel != "dense")
     parts = OVERRIDE.get("parts", chosen.parts) if kernel == "forward" else 1
-    return Plan("triton", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), descriptors, reason, chosen.registers, parts=parts)
+    return Plan("triton", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), descriptors, reason, chosen.registers,
+                parts=parts, packed=packed)
 
 
 def _reason(offers: tuple[Candidate, ...], gpu: GPU, predictable: bool) -> str:
@@ -250,7 +260,7 @@ def _seconds(spec: AttentionSpec, problem: Problem, plan: Plan) -> float:
 
 def _portable(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, use: bool, listed: bool) -> Plan:
     if direction == "forward":
-        return replace(_plan("forward", direction, spec, problem, gpu, use), listed=listed)
+        return replace(_plan("forward", direction, spec, problem, gpu, use, listed), listed=listed)
     rows = _plan("rows", direction, spec, problem, gpu, use)
     return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=_dense(direction, spec, problem, gpu), listed=listed)
 

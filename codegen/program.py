@@ -23,7 +23,7 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full do_empty key0 sum_tile Sum Taken blocks partial_tiles average words kept next_qk next_acc next_dp
     next_dv next_dk next_dq
     Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
-    weight parts_of""".split())
+    weight parts_of packed_row""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {
@@ -79,12 +79,13 @@ class Program:
     inner    the loop's index, "i" or "j"; "" if there is no loop and both are fixed
     columns  the index that runs along the tile's second dimension
     varying  batch axes that change inside the loop; what depends on them is not hoisted
+    packed   batch axes whose indices are vectors over the rows, as i is
     beside   another program of the same kernel: their names differ
     """
 
     def __init__(self, spec: AttentionSpec, outer: Writer, inner: str, columns: str = "j", varying: Iterable[str] = (),
-                 beside: Program | None = None):
-        self.spec, self.inner, self.columns, self.varying = spec, inner, columns, frozenset(varying)
+                 beside: Program | None = None, packed: Iterable[str] = ()):
+        self.spec, self.inner, self.columns, self.varying, self.packed = spec, inner, columns, frozenset(varying), frozenset(packed)
         self.outer = Scope(outer, {})
         self.body: Scope | None = None
         self.certain: frozenset[str] = frozenset()
@@ -102,7 +103,7 @@ class Program:
 
     def here(self, out: Writer) -> Program:
         """A program of the same kernel that writes everything where it is, and keeps nothing for later."""
-        program = Program(self.spec, out, "", self.columns, beside=self)
+        program = Program(self.spec, out, "", self.columns, beside=self, packed=self.packed)
         program.enter(out, [], "ij")
         return program
 
@@ -119,9 +120,9 @@ class Program:
 
     # shapes
 
-    @staticmethod
-    def dims(e: Expr) -> frozenset[str]:
-        return e.variables & {"i", "j"}
+    def dims(self, e: Expr) -> frozenset[str]:
+        """Which of i and j a value's shape has."""
+        return e.variables & {"i", "j"} | ({"i"} if self.packed & e.variables else set())
 
     def spread(self, text: str, dims: frozenset[str]) -> str:
         """A vector as a row or a column of the tile; scalars and tiles as they are."""

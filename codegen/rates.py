@@ -71,8 +71,8 @@ LAUNCH = 3e-6
 
 NEAR, FAR, STREAM, STEP = 0.3e-6, 0.95e-6, 1e11, 0.05e-6
 """Seconds until the first byte of a tile arrives from the L2 cache and from device memory, bytes per second into one multiprocessor after it, and seconds
-from a tile's last byte to asking for another: what a program of the portable schedule waits for that does nothing else, as in decoding. Programs that read
-the same keys beside each other, grouped queries say, are in step, and all wait for device memory."""
+from a tile's last byte to asking for another: what a program of the portable schedule waits for that does nothing else, as in decoding. Programs
+that read the same keys beside each other, as of grouped queries, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
     ('hopper', 'forward'): Rate(matrix=0.957, pieces=0.0138, slim=0.36, element=0.787, function=0.826, step=0.231, random=1.22, load=0.433, pressure=9.28, partial=1.1, tile=1.82e-07, turn=5.01e-07, restart=6.84e-07, launch=1.18e-05),  # 259 measurements

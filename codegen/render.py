@@ -38,7 +38,9 @@ WHOLE = BLOCK
 
 def parts_expression(plan: Plan) -> str:
     """How the host function finds the number of parts of the keys; "" if they are not split."""
-    return "" if plan.parts == 1 else str(plan.parts) if plan.parts else f"parts_of(SPEC, sizes, M, N, FORWARD, {plan.slots})"
+    if plan.parts:
+        return "" if plan.parts == 1 else str(plan.parts)
+    return f"parts_of(SPEC, sizes, M, N, FORWARD, {plan.slots}{f', {plan.packed}' if plan.packed else ''})"
 
 
 def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None, backward: Plan | None = None) -> Site:
@@ -48,7 +50,7 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
                 plan.BLOCK_M // 64 if plan.schedule == "hopper" else 0,
                 hopper.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
                 *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored) if backward is not None
-                  else (False, False, plan.tiled)), parts=parts_expression(plan))
+                  else (False, False, plan.tiled)), packed=plan.packed, parts=parts_expression(plan))
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,

@@ -16,7 +16,7 @@ MOST = 128
 """Parts of a row: what adds them up reads them one after the other, `schedules.combine.TOGETHER` at a time."""
 
 
-def number(visible: Expr, z: int, M: int, N: int, known: tuple[tuple[str, int], ...], m: int, n: int, slots: int) -> int:
+def number(visible: Expr, z: int, M: int, N: int, known: tuple[tuple[str, int], ...], m: int, n: int, slots: int, group: int = 1) -> int:
     """As many parts as fill the card with programs, one turn of them or a few; 1 where tiles of rows fill it alone.
 
     visible  the mask; tiles that only data hide count as visible
@@ -24,11 +24,12 @@ def number(visible: Expr, z: int, M: int, N: int, known: tuple[tuple[str, int], 
     known    `tiles.known_names`
     m, n     BLOCK_M, BLOCK_N
     slots    programs that the card holds at once
+    group    heads that are rows of one tile
     """
-    rows = z * -(-M // m)
+    rows = z * -(-M * group // m)
     if not M * N or not 0 < rows < slots:
         return 1
-    tiles = max(1, math.ceil(z * sum(estimate(visible, m, n, M, N, known)) / rows))
+    tiles = max(1, math.ceil(sum(estimate(visible, M, n, M, N, known)) if group > 1 else z * sum(estimate(visible, m, n, M, N, known)) / rows))
     offers = {1}
     for wave in range(1, WAVES + 1):
         most = max(1, min(wave * slots // rows, tiles * n // LEAST, MOST))
@@ -36,8 +37,11 @@ def number(visible: Expr, z: int, M: int, N: int, known: tuple[tuple[str, int], 
     return min(offers, key=lambda parts: (-(-rows * parts // slots) * (-(-tiles // parts) * n + LEAST), parts))
 
 
-def parts_of(spec: AttentionSpec, sizes: Sequence[int], M: int, N: int, options: Mapping[str, int], slots: int) -> int:
-    """`number` for a generated host function. sizes: extents of the axes, then `spec.sizes`; options: the kernel's."""
+def parts_of(spec: AttentionSpec, sizes: Sequence[int], M: int, N: int, options: Mapping[str, int], slots: int,
+             packed: Sequence[str] = ()) -> int:
+    """`number` for a generated host function. sizes: extents of the axes, then `spec.sizes`; options: the kernel's;
+    packed: axes whose heads are rows of one tile."""
     extents = [int(e) for e in sizes[: len(spec.axes)]]
     known = known_names(spec, extents, [int(s) for s in sizes[len(extents):]])
-    return number(spec.visible, math.prod(extents), M, N, known, options["BLOCK_M"], options["BLOCK_N"], slots)
+    group = math.prod(e for axis, e in zip(spec.axes, extents) if axis in packed)
+    return number(spec.visible, math.prod(extents) // max(group, 1), M, N, known, options["BLOCK_M"], options["BLOCK_N"], slots, group)

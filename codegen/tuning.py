@@ -21,6 +21,7 @@ from . import plan as planning
 from .candidates import ranked, rounded
 from .gpu import GPU
 from .load import cache_dir, load
+from .packing import packed_axes
 from .plan import Plan, make_plan, overridden
 from .render import render
 from .timing import Clock, Operands, launches
@@ -80,7 +81,8 @@ def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, giv
         offers = [c.tiles for c in ranked("hopper", kernel, spec, size, gpu, given["listed"], tiled) if not c.unfit][:FEW]
         found += [{"schedule": "hopper", kernel: t} for t in offers]
     kernels = ("forward",) if direction == "forward" else ("keys", "rows")
-    lists = {k: [c.tiles for c in ranked("triton", k, spec, size, gpu) if not c.unfit][:FEW] for k in kernels}
+    packed = not given["listed"] and bool(packed_axes(spec, problem))
+    lists = {k: [c.tiles for c in ranked("triton", k, spec, size, gpu, packed=k == "forward" and packed) if not c.unfit][:FEW] for k in kernels}
     return found + [{"schedule": "triton", **{k: ts[n % len(ts)] for k, ts in lists.items()}} for n in range(max(map(len, lists.values())))]
 
 

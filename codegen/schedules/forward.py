@@ -9,7 +9,7 @@ from ...expr import QK, Expr, Var
 from ...spec import EmptyRow
 from ..listed import loops as loops_over
 from ..loops import Loop
-from ..parts import LOG2E, Site, arguments, base, decode, head_index, load_tile, matrix, pieces, product
+from ..parts import LOG2E, Site, arguments, base, count, decode, flatten, head_index, load_tile, matrix, packed_rows, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -41,33 +41,40 @@ def forward_kernel(site: Site) -> Kernel:
     spec, axes = site.spec, site.spec.axes
     what = f"({', '.join(axes)})" if axes else "0"
     keys = "a part of their keys" if site.parts else "all their keys"
-    kernel = Kernel("attention_forward", f"One program: rows i0 <= i < i0 + BLOCK_M of batch index z = {what}, {keys}, one tile at a time.",
+    rows = f"BLOCK_M rows packed_row = ({', '.join(site.packed)}, i) of batch index z of the other axes" if site.packed else \
+        f"rows i0 <= i < i0 + BLOCK_M of batch index z = {what}"
+    kernel = Kernel("attention_forward", f"One program: {rows}, {keys}, one tile at a time.",
                     arguments(site, PARTIAL), ("BLOCK_M", "BLOCK_N"), "FORWARD")
     out = kernel.body
-    out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
+    out.assign("tiles", f"tl.cdiv(M * {count(site.packed)}, BLOCK_M)" if site.packed else "tl.cdiv(M, BLOCK_M)")
     out.assign("z", "tl.program_id(0) // tiles")
-    if heavy_last(site.by_rows.hi):
+    if heavy_last(site.by_rows.hi) and not site.packed:
         out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles", "the rows with most keys first: short programs fill the gaps")
     else:
         out.assign("tile", "tl.program_id(0) % tiles")
-    decode(out, axes, "z")
+    decode(out, site.other_axes(site.packed), "z")
     if site.parts:
         out.assign("part", "tl.program_id(1)")
-    out.assign("i0", "tile * BLOCK_M")
+    out.assign("i0", "0" if site.packed else "tile * BLOCK_M")
     if _mentions(site.by_rows, "i1"):
-        out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
+        out.assign("i1", "M - 1" if site.packed else "tl.minimum(i0 + BLOCK_M, M) - 1")
     out.assign("rows", "tl.arange(0, BLOCK_M)")
     out.assign("cols", "tl.arange(0, BLOCK_N)")
-    out.assign("i", "i0 + rows")
+    if site.packed:
+        out.assign("packed_row", "tile * BLOCK_M + rows", "of all heads that share these keys")
+        decode(out, site.packed, "packed_row // M")
+        out.assign("i", f"tl.where(packed_row < M * {count(site.packed)}, packed_row % M, M)")
+    else:
+        out.assign("i", "i0 + rows")
     head_index(site, out, "de")
     if QK in spec.score.leaves:
-        load_tile(site, out, "Q", "q", "(i < M)[:, None]")
+        load_tile(site, out, "Q", "q", "(i < M)[:, None]", packed=bool(site.packed))
         matrix(site, out, "K")
     matrix(site, out, "V")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     hoisted = out.section()
-    program = Program(spec, hoisted, inner="j")
+    program = Program(spec, hoisted, inner="j", packed=site.packed)
     out.assign("m", 'tl.full([BLOCK_M], float("-inf"), tl.float32)', "running maximum of the scores")
     out.assign("l", "tl.zeros([BLOCK_M], tl.float32)", "running sum of exp(score - m)")
     for c in site.v_chunks:
@@ -166,7 +173,10 @@ def _average(site: Site, program: Program, out: Writer) -> None:
 
 def _leave(site: Site, out: Writer) -> None:
     """Store what the part adds. Of a row that it does not see, m is -inf; l and acc are 0, or what the row averages if no part sees it."""
-    out.assign("row", "(tl.cast(part, tl.int64) * (tl.num_programs(0) // tiles) + z) * M + i")
+    if site.packed:
+        out.assign("row", f"(tl.cast(part, tl.int64) * ({count(site.spec.axes)}) + {flatten(site.spec.axes)}) * M + i")
+    else:
+        out.assign("row", "(tl.cast(part, tl.int64) * (tl.num_programs(0) // tiles) + z) * M + i")
     out.line("tl.store(PartMax + row, m, mask=i < M)")
     out.line("tl.store(PartSum + row, l, mask=i < M)")
     for c, index, check in pieces(site, "Out"):
@@ -188,9 +198,14 @@ def normalisation(site: Site, out: Writer) -> None:
 
 def _finish(site: Site, out: Writer) -> None:
     normalisation(site, out)
-    out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
+    if site.packed:
+        out.assign("out_tile", packed_rows(site, "Out"))
+    else:
+        out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
     for c, index, check in pieces(site, "Out"):
         mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
-        offsets = f"rows[:, None] * stride_o_m + {index}[None, :] * stride_o_d"
+        offsets = "" if site.packed else "rows[:, None] * stride_o_m + "
+        offsets += f"{index}[None, :] * stride_o_d"
         out.line(f"tl.store(out_tile + {offsets}, (acc{c.suffix} * scale[:, None]).to(Out.dtype.element_ty), mask={mask})")
-    out.line("tl.store(Lse + tl.cast(z, tl.int64) * M + i, lse, mask=i < M)")
+    z = flatten(site.spec.axes) if site.packed else "z"
+    out.line(f"tl.store(Lse + tl.cast({z}, tl.int64) * M + i, lse, mask=i < M)")

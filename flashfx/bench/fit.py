@@ -12,6 +12,7 @@ from ..codegen import cost, rates
 from ..codegen.candidates import ranked
 from ..codegen.gpu import BY_NAME, GPU
 from ..codegen.limits import registers_per_thread, resident, shared_bytes, units
+from ..codegen.packing import packed_axes
 from ..codegen.rates import Rate
 from ..codegen.schedules import hopper
 from ..region import Problem
@@ -61,7 +62,13 @@ def fits(point: Point, schedule: str, kernel: str, gpu: GPU) -> set[tuple[int, .
     """Tiles that the planner would consider; all of "dense", which has one."""
     if kernel == "dense":
         return set(point.of(schedule, kernel))
-    return {c.tiles for c in ranked(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu) if not c.unfit}
+    packed = is_packed(point, schedule, kernel)
+    return {c.tiles for c in ranked(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=packed) if not c.unfit}
+
+
+def is_packed(point: Point, schedule: str, kernel: str) -> bool:
+    """Were heads that share keys rows of one tile?"""
+    return (schedule, kernel) == ("triton", "forward") and bool(packed_axes(point.spec, point.problem))
 
 
 def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, int], gpu: GPU) -> tuple[Rate, float]:
@@ -74,7 +81,8 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     else:
         registers = registers_per_thread(kernel, tiles, p, spec)
         programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu), registers)
-    found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, cost.facts(spec, p), gpu, units(p, gpu) == "fma", programs, registers)
+    known = cost.facts(spec, p).packed(is_packed(point, schedule, kernel))
+    found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, known, gpu, units(p, gpu) == "fma", programs, registers)
     return found, max(device / (gpu.bandwidth * rates.BANDWIDTH), all_bytes / (gpu.bandwidth * rates.CACHE), waiting)
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from flashfx.codegen import blocks, launch, triton_host
-from flashfx.codegen.plan import overridden
+from flashfx.codegen.gpu import DEFAULT
+from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import check, inputs
+from flashfx.region import Problem
 from flashfx.spec import AttentionSpec
 
 from .cases import CORE, KINDS, MORE, Variant, problem, spec
@@ -325,6 +327,37 @@ def test_split_dropout_keeps_its_bits(parts):
     q, k, v, aux, seed, sizes = inputs(s, p)
     operands = (torch.zeros_like(q), k, torch.ones_like(v), aux, seed, sizes)
     assert torch.allclose(split(s, p, TILES[0], parts, operands)[0], split(s, p, TILES[1], 1, operands)[0], rtol=1e-5, atol=0)
+
+
+PACKED = {**CACHED, "bias": CORE["bias"],
+          "slopes": Variant(("slope: float[2]",), score="qk * 0.3 + slope[h, g] * to_float(j - i)", where="j <= i + (N - M)"),
+          "biases": Variant(("bias: float[5]",), score="qk * 0.3 + bias[b, h, g, i, j]"),
+          "hidden": Variant(("shown: bool[3]",), where="shown[h, g, j] & (j <= i + (N - M))", empty="mean")}
+GROUPS = {"(b, h, g)": ("b, h, g", "b, h", (2, 2, 8)), "one key head": ("b, h, g", "b", (2, 2, 4)), "(b, g, h)": ("b, g, h", "b, h", (2, 4, 2))}
+"""Axes of q, of k and v, and extents."""
+
+
+def heads(variant: Variant, group: str) -> AttentionSpec:
+    q, k, _ = GROUPS[group]
+    text = str(spec(variant, "gqa")).replace("attention[b, h, g,", f"attention[{q},").replace("q[b, h, g,", f"q[{q},")
+    return AttentionSpec.parse(text.replace("k[b, h,", f"k[{k},").replace("v[b, h,", f"v[{k},"))
+
+
+@pytest.mark.parametrize("variant, group, M, parts, tiles", [
+    (v, list(GROUPS)[n % 3], (1, 2, 3, 5)[(n + m) % 4], 1 + 2 * ((n + m) % 2), TILES[(n + m) % 3]) for n, v in enumerate(PACKED) for m in range(3)])
+def test_split_packed(variant, group, M, parts, tiles):
+    """Heads that share keys as rows of one tile or of several, keys in parts or not: against float64, and as in tiles of their own."""
+    s, extents = heads(PACKED[variant], group), GROUPS[group][2]
+    p = Problem(extents, M, 90, HEADS[M % 5], HEADS[M % 5], DTYPES[M % 3], DTYPES[M % 3])
+    with overridden(**tiles, parts=parts):
+        shared = set(s.axes) - s.k
+        assert set(make_plan(s, p, DEFAULT, "forward").packed) == (set() if s.dropout else shared)
+        run(s, p).within_budget()
+    given = inputs(s, p)
+    with overridden(**tiles, parts=parts, packed=False):
+        own = launch.forward(s, *given[:3], *given[3:], None)
+    for a, b in zip(split(s, p, tiles, parts, given), own):
+        assert torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02, equal_nan=True)
 
 
 def test_split_as_the_card_has_room(monkeypatch):

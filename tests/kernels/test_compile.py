@@ -6,6 +6,7 @@ import torch
 
 from flashfx.codegen.plan import overridden
 from flashfx.compat import interpreting
+from flashfx.region import Problem
 
 from .cases import CORE, MORE, problem, spec
 from .test_families import FAMILIES, spec as family, tensors
@@ -50,6 +51,15 @@ def builds(arch, dtype, head, variant, kind):
 @pytest.mark.parametrize("arch, dtype, head, variant, kind", SAMPLE)
 def test_builds_without_spilling(arch, dtype, head, variant, kind):
     builds(arch, dtype, head, variant, kind)
+
+
+@pytest.mark.parametrize("arch, dtype, head, variant, M", [
+    ("sm_80", "bfloat16", 128, "full", 1), ("sm_86", "float16", 64, "padding", 5), ("sm_90", "bfloat16", 128, "full", 1), ("sm_90", "bfloat16", 64, "softcap", 5),
+    ("sm_90", "float16", 80, "padding", 3), ("sm_90", "bfloat16", 256, "full", 16), ("sm_100", "bfloat16", 128, "bias", 2), ("sm_90", "float32", 64, "full", 1)])
+def test_heads_as_rows_of_a_tile_build_without_spilling(arch, dtype, head, variant, M):
+    p = Problem((2, 3, 8), M, 4096, head, head, dtype, dtype)
+    (report, plan), *_ = compile_all(spec(ALL[variant], "gqa"), p, BY_ARCH[arch], (False,) * 4)
+    assert plan.packed == ("g",) and report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block and not report.spilled, (report, plan)
 
 
 SPILLED = {("softcap", "self"): 24, ("softcap", "gqa"): 20, ("dropout", "self"): 24, ("dropout", "gqa"): 32, ("dropout_padding", "gqa"): 24, ("t5_table", "gqa"): 8,

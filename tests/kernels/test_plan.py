@@ -189,7 +189,7 @@ def test_few_tiles_of_rows_split_their_keys(card):
 
     for variant in ("full", "cached", "padding"):
         alone, parts, _ = plan_of((1, 8, 1), 1, 32768, variant=variant)
-        many, fewer, _ = plan_of((1, 8, 4), 5, 32768, variant=variant)
+        many, fewer, _ = plan_of((2, 16, 4), 5, 32768, variant=variant)
         assert alone.parts == many.parts == 0 and parts > fewer > 1 and "keys in parts" in str(alone)
     for extents, M, N in (((64, 16, 4), 1, 8192), ((4, 8, 4), 4096, 4096), ((1, 8, 4), 1, 256), ((1, 8, 4), 64, 512)):
         plan, parts, _ = plan_of(extents, M, N)
@@ -197,6 +197,21 @@ def test_few_tiles_of_rows_split_their_keys(card):
     with overridden(parts=1):
         whole = plan_of((1, 8, 1), 1, 32768)
     assert whole[:2] == (replace(whole[0], parts=1), 1) and whole[2] > 4 * plan_of((1, 8, 1), 1, 32768)[2]
+
+
+@pytest.mark.parametrize("variant, group, M, packed", [
+    ("full", 8, 1, True), ("full", 4, 5, True), ("full", 8, 17, False), ("full", 1, 1, False), ("padding", 8, 1, True), ("dropout", 8, 1, False),
+    ("ended", 8, 1, False), ("own range", 8, 1, False)])
+def test_heads_that_share_keys_are_rows_of_a_tile(variant, group, M, packed):
+    """Where they fit, and no kernel would have to take one head's number for all rows. Keys and values are then read once."""
+    own = {"own range": Variant(("last: int[2]",), where="j < last[b, g]", empty="zero")}
+    s, p = spec({**ALL, **own}[variant], "gqa"), Problem((2, 4, group), M, 4096, 64, 64, "bfloat16", "bfloat16")
+    plan = make_plan(s, p, gpu.BY_NAME["H200"], "forward", listed=False)
+    assert plan.packed == (("g",) if packed else ()) and ("share keys in one tile" in str(plan)) == packed
+    with overridden(packed=False):
+        alone = make_plan(s, p, gpu.BY_NAME["H200"], "forward", listed=False)
+    assert not alone.packed and (cost.moved(s, p, replace(plan, parts=1)) < 0.6 * cost.moved(s, p, replace(alone, parts=1))) == packed
+    assert not make_plan(s, p, gpu.BY_NAME["H200"], "forward", listed=True).packed
 
 
 def test_the_number_of_parts():
