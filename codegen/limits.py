@@ -171,8 +171,10 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
              + shared * (spec.is_masked and grouped(spec)) + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += 6 * bool(spec.visible.loads)
-    if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6
-        return 44 + (1.15 * (held + m * n) + (each - scores) * m * n) / threads + masked * spec.is_masked
+    if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
+        widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]
+        narrow = 20 + 0.0185 * n * max(d, dv) if min(widths) == 16 and max(widths) > 16 else 0
+        return 44 + (1.15 * (held + m * n) + (each - scores) * m * n) / threads + masked * spec.is_masked + narrow
     if kernel == "dense" or rows >= 16 * warps and rows >= 64:
         return found
     if rows >= 64:  # warps that divide the columns: what belongs to a row is there several times

@@ -54,8 +54,9 @@ def test_builds_without_spilling(arch, dtype, head, variant, kind):
 
 
 @pytest.mark.parametrize("arch, dtype, head, variant, M", [
-    ("sm_80", "bfloat16", 128, "full", 1), ("sm_86", "float16", 64, "padding", 5), ("sm_90", "bfloat16", 128, "full", 1), ("sm_90", "bfloat16", 64, "softcap", 5),
-    ("sm_90", "float16", 80, "padding", 3), ("sm_90", "bfloat16", 256, "full", 16), ("sm_100", "bfloat16", 128, "bias", 2), ("sm_90", "float32", 64, "full", 1)])
+    ("sm_80", "bfloat16", 128, "full", 1), ("sm_86", "float16", 64, "padding", 5), ("sm_90", "bfloat16", 128, "full", 1),
+    ("sm_90", "bfloat16", 64, "softcap", 5), ("sm_90", "float16", 80, "padding", 3), ("sm_90", "float16", 112, "full", 1),
+    ("sm_90", "bfloat16", 256, "full", 16), ("sm_100", "bfloat16", 128, "bias", 2), ("sm_90", "float32", 64, "full", 1)])
 def test_heads_as_rows_of_a_tile_build_without_spilling(arch, dtype, head, variant, M):
     p = Problem((2, 3, 8), M, 4096, head, head, dtype, dtype)
     (report, plan), *_ = compile_all(spec(ALL[variant], "gqa"), p, BY_ARCH[arch], (False,) * 4)
