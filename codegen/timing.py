@@ -67,6 +67,11 @@ def launches(module: ModuleType, operands: Operands, direction: str) -> list[tup
     return kept
 
 
+def together(kept: list[tuple[str, Callable]]) -> Callable[[], object]:
+    """A function that launches all of them again, in order. A kernel alone finds what its last run left: that all tiles are taken, say."""
+    return lambda: [run() for _, run in kept]
+
+
 class Clock:
     """Times kernels on a device: the cache is flushed before each run, and the queue is filled while the device waits, so that launching is not in it."""
 

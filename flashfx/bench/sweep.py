@@ -20,7 +20,7 @@ from ..codegen.load import load
 from ..codegen.plan import make_plan, overridden
 from ..codegen.render import render
 from ..codegen.schedules import hopper
-from ..codegen.timing import Clock, Operands, launches
+from ..codegen.timing import Clock, Operands, launches, together
 from ..region import Problem
 from ..spec import AttentionSpec
 
@@ -188,8 +188,7 @@ def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
     kept = launches(job.module, operands, job.direction)
     tiles = dict(job.tiles)
     if job.direction == "forward":
-        runs = [run for _, run in kept]
-        return {f"{job.schedule} {'forward' if job.parts == 1 else 'split'} {name_of(tiles['forward'])}": clock.median(lambda: [run() for run in runs])}
+        return {f"{job.schedule} {'forward' if job.parts == 1 else 'split'} {name_of(tiles['forward'])}": clock.median(together(kept))}
     found = {}
     for name, run in kept:
         kernel = ROLES[job.schedule].get(name, "dense")

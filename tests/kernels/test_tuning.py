@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashfx.codegen import plan, tuning
 from flashfx.codegen.gpu import BY_NAME
@@ -49,6 +50,31 @@ def test_tuning_is_done_once(tmp_path):
     assert len(json.loads((tmp_path / "flashfx" / "tuned.json").read_text())) == 2
     again = run()
     assert again.returncode == 0 and "autotune" not in again.stderr, again.stderr
+
+
+def test_forward_is_measured_whole(monkeypatch):
+    """The uneven Hopper forward takes tiles by a counter that the kernel before it resets: alone, it would find none left."""
+    log, timed = [], []
+
+    class Clock:
+        def __init__(self, device):
+            pass
+
+        def median(self, run):
+            del log[:]
+            run()
+            timed.append([*log])
+            return 5.0
+
+    monkeypatch.setattr(tuning, "Clock", Clock)
+    monkeypatch.setattr(tuning, "Operands", lambda *a: None)
+    monkeypatch.setattr(tuning, "load", lambda text: None)
+    monkeypatch.setattr(tuning, "launches", lambda *a: [(name, lambda name=name: log.append(name)) for name in ("attention_reset", "attention_forward")])
+    given = dict(descriptors=True, listed=False, needs=(False,) * 3, tiled=())
+    found = tuning._measured(spec(CORE["causal"]), problem("self", 64, "bfloat16", M=2048), BY_NAME["H100"], torch.device("cpu"), "forward",
+                             lambda text: None, given)
+    assert found["schedule"] in ("hopper", "triton") and len(timed) > 2
+    assert all(names == ["attention_reset", "attention_forward"] for names in timed)
 
 
 def test_the_fastest_kernels_together():
