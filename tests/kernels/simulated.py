@@ -1,0 +1,134 @@
+"""Hopper's warp-specialised kernels in `gluon_simulator`; `test_simulator.py` runs this file in a process where Triton's interpreter is on."""
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashfx.codegen import gpu, triton_host
+from flashfx.codegen.gpu import BY_NAME
+from flashfx.codegen.plan import make_plan, overridden
+from flashfx.codegen.schedules import hopper
+from flashfx.codegen.selfcheck import inputs
+
+from . import gluon_dialect, gluon_simulator
+from .cases import CORE, KINDS, MORE, problem, spec
+from .gluon_simulator import Deadlock, Race
+from .run import run
+
+CARD = replace(BY_NAME["H200"], sms=3)
+"""Few multiprocessors, so that each program takes several tiles."""
+DTYPES = ("float16", "bfloat16")
+EVERY = {**CORE, **MORE}
+POINTS = [(v, kind, DTYPES[n % 2], (128, 64, 80, 40, 96)[n % 5], (37, 320, 193)[n // 5 % 3]) for n, (v, kind) in enumerate(itertools.product(EVERY, KINDS))]
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    """A Hopper card whose kernels the simulator runs."""
+    monkeypatch.setattr(gpu, "current", lambda device=None: CARD)
+    monkeypatch.setattr(hopper, "interpreting", lambda: False)
+    monkeypatch.setattr(triton_host, "load", gluon_dialect.load)
+    monkeypatch.setattr(triton_host, "_MODULES", {})
+    monkeypatch.setattr(triton_host, "_CALLS", {})
+    monkeypatch.setattr(gluon_simulator, "SEED", [0])
+    with overridden(schedule="hopper"):
+        yield
+
+
+def check(variant: str, kind: str, dtype: str, head: int, length: int, **options) -> None:
+    s, p = spec(EVERY[variant], kind), problem(kind, head, dtype, M=length, batch=1 if length > 200 else 2, **options.pop("shape", {}))
+    assert make_plan(s, p, CARD, "forward").schedule == "hopper"
+    gluon_simulator.SEED[0] = head + length
+    run(s, p, **options).within_budget()
+
+
+@pytest.mark.parametrize("variant, kind, dtype, head, length", POINTS[::2])
+def test_cases(variant, kind, dtype, head, length):
+    check(variant, kind, dtype, head, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant, kind, dtype, head, length", POINTS[1::2])
+def test_cases_more(variant, kind, dtype, head, length):
+    check(variant, kind, dtype, head, length)
+
+
+@pytest.mark.parametrize("variant, kind, head", [("bias", "self", 64), ("bias", "gqa", 128), ("padded_bias", "self", 128), ("shared_bias", "gqa", 64),
+                                                 ("transposed_bias", "cross", 80)])
+@pytest.mark.parametrize("length", [256, 328])
+def test_rest_of_captured_tensors_by_tma(variant, kind, head, length):
+    check(variant, kind, "bfloat16", head, length)
+
+
+@pytest.mark.parametrize("variant", [name for name in EVERY if spec(EVERY[name]).is_data_masked] + ["global"])
+@pytest.mark.parametrize("head", [64, 128])
+def test_rest_of_lists(variant, head):
+    check(variant, "self", "bfloat16", head, 400, listed=True)
+
+
+@pytest.mark.parametrize("head, value_head", [(192, 128), (64, 128), (96, 40)])
+def test_rest_of_value_heads(head, value_head):
+    check("causal", "gqa", "bfloat16", head, 200, shape={"Dv": value_head})
+
+
+@pytest.mark.parametrize("variant, kind, head", [("full", "self", 64), ("causal", "gqa", 128), ("window", "self", 64), ("bias", "self", 128),
+                                                 ("dropout", "gqa", 64), ("prefix", "self", 128)])
+def test_rest_of_ordered(variant, kind, head):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert make_plan(spec(EVERY[variant], kind), problem(kind, head, "bfloat16", M=320), CARD, "backward").ordered
+        check(variant, kind, "bfloat16", head, 320)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rest_of_schedules(seed):
+    """The same bits whoever goes first, but for dQ, which is a sum in no fixed order."""
+    s, p = spec(EVERY["causal"]), problem("self", 64, "bfloat16", M=320, batch=1)
+    q, k, v, aux, dropout, sizes = inputs(s, p)
+    found = []
+    for number in (0, seed + 1):
+        gluon_simulator.SEED[0] = number
+        out, lse = triton_host.run_forward(s, q, k, v, aux, dropout, sizes)
+        found.append([out, lse, *triton_host.run_backward(s, out, q, k, v, aux, dropout, out, lse, sizes, [True] * 3)])
+    for n, (a, b) in enumerate(zip(*found)):
+        assert torch.equal(a, b) or n == 2 and torch.allclose(a, b, rtol=1e-2, atol=1e-2)
+
+
+BROKEN = {  # a line of the kernels at head size 64, how it is broken, and which line it is, of those like it
+    r"mbarrier\.wait\(q_full\.index\(q_slot\), turn // 2 & 1\)$": "pass",
+    r"mbarrier\.wait\(k_full\.index\(slot\), tile // STAGES & 1\)$": "pass",
+    r"mbarrier\.wait\(v_full\.index\(previous\), previous_phase\)$": "pass",
+    r"mbarrier\.wait\(k_empty\.index\(slot\), phase \^ 1\)$": "pass",
+    r"mbarrier\.arrive\(v_empty\.index\(previous\), count=1\)$": "pass",
+    r"acc = warpgroup_mma_wait\(0, \[next_acc\]\)$": "acc = warpgroup_mma_wait(1, [next_acc])",
+    r"mbarrier\.wait\(do_full\.index\(slot\), phase\)$": "pass",
+    r"dk = warpgroup_mma_wait\(0, \[next_dk\]\)$": "dk = warpgroup_mma_wait(1, [next_dk])",
+    r"mbarrier\.wait\(ds_full\.index\(slot\), phase\)$": "pass",
+    r"mbarrier\.wait\(ds_empty\.index\(slot\), phase \^ 1\)$": "pass",
+    r"fence_async_shared\(\)$": "pass",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_rest_of_errors_that_are_found(line, monkeypatch):
+    """Each of these lines is needed, and the simulator tells what its loss does: it is what stands for the races of a card."""
+    broken = []
+
+    def load(text):
+        changed, number = re.subn(rf"(?m)^( +){line}", rf"\1{BROKEN[line]}", text)
+        broken.append(number)
+        return gluon_dialect.load(changed)
+
+    monkeypatch.setattr(triton_host, "load", load)
+    with pytest.raises((Race, Deadlock, AssertionError)):
+        for seed in range(4):
+            gluon_simulator.SEED[0] = seed
+            s, p = spec(EVERY["causal"]), problem("self", 64, "bfloat16", M=400, batch=1)
+            run(s, p).within_budget()
+    assert any(broken)
