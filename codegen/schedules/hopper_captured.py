@@ -180,7 +180,7 @@ def sum_kernel(site: Site) -> Kernel | None:
     out.assign("n", "tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)")
     out.assign("total", "tl.zeros([BLOCK], tl.float32)")
     with out.block("for copy in tl.range(0, copies):"):
-        out.assign("total", "total + tl.load(Stored + copy.to(tl.int64) * elements + n, mask=n < elements, other=0.0).to(tl.float32)")
+        out.assign("total", "total + tl.load(Stored + tl.cast(copy, tl.int64) * elements + n, mask=n < elements, other=0.0).to(tl.float32)")
     out.line("tl.store(Sum + n, total.to(Sum.dtype.element_ty), mask=n < elements)")
     return kernel
 
