@@ -167,7 +167,7 @@ def load(text: str):
     """As `flashfx.codegen.load.load`."""
     if "gluon" not in text:
         return generated.load(text)
-    own = "import tests.kernels.gluon_dialect as _d\ngluon, gl = _d.gluon, _d.gl\n" \
+    own = "import tests.kernels.gluon_dialect as _d\ngluon, gl, range = _d.gluon, _d.gl, _d.steps\n" \
           "from tests.kernels.gluon_simulator import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait\n"
     text = re.sub(r"^from triton\.experimental import gluon\nfrom triton\.experimental\.gluon import .*\nfrom triton\.experimental\.gluon\.language.*\n",
                   lambda m: own, text, flags=re.M)
@@ -178,6 +178,11 @@ def load(text: str):
         if hasattr(module, name):
             setattr(module, name, function)
     return module
+
+
+def steps(*ends):
+    """`range`, of scalars."""
+    return map(scalar, range(*map(int, ends)))
 
 
 gluon = types.SimpleNamespace(jit=Kernel, constexpr_function=lambda f: f)
