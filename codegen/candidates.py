@@ -10,7 +10,7 @@ from . import cost
 from .gpu import GPU
 from .largest import largest
 from .limits import LIMIT, padded, registers_per_thread, resident, shared_bytes, units
-from .schedules import hopper
+from .schedules import hopper, hopper_memory
 from .split import number
 
 GAIN = 1.1
@@ -85,7 +85,7 @@ def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gp
 def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None = None, listed: bool = False) -> Candidate:
     m, n, warps, stages = tiles
     if schedule == "hopper":
-        shared = hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
+        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
         registers = hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec, kernel, max(problem.D, problem.Dv)))
         limit, programs, name = hopper.register_limit(kernel, m), 1, "one_pass" if kernel == "keys" else kernel
     else:
@@ -93,7 +93,8 @@ def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, 
         limit = LIMIT[kernel] if units(problem, gpu) == "wgmma" and kernel != "dense" else float("inf")  # `largest` has been compiled
         programs, name = resident(gpu, warps, shared, registers), kernel
     limit, unfit = most or limit, ""
-    spare = 1024 * (schedule == "triton" and not spec.is_masked)  # where sizes are no multiples of tiles, a loop for the last one: its buffers are aligned anew
+    # lengths that are no multiples of tiles: a number that partitions are handed; a loop for the last tile, whose buffers are aligned anew
+    spare = 64 if schedule == "hopper" else 1024 * (not spec.is_masked)
     if shared > gpu.shared_per_block - spare:
         unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {gpu.shared_per_block / 1024:.0f}"
     elif registers > limit:

@@ -20,7 +20,7 @@ from .candidates import Candidate, predicted, ranked, rounded
 from .gpu import GPU
 from .packing import packed_axes
 from .limits import has_relative, registers_per_thread, resident, shared_bytes, units
-from .schedules import hopper, hopper_captured
+from .schedules import hopper, hopper_captured, hopper_memory
 
 DIRECTIONS = ("forward", "backward")
 SCHEDULES = ("triton", "hopper")
@@ -208,7 +208,7 @@ def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, 
     """The Hopper schedule's tiles, or None if none fit."""
     if kernel in OVERRIDE:
         m, n, _, stages = OVERRIDE[kernel]
-        chosen, reason = Candidate(OVERRIDE[kernel], hopper.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed), 0.0), "tiles given by the caller"
+        chosen, reason = Candidate(OVERRIDE[kernel], hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed), 0.0), "tiles given by the caller"
     else:
         offers = ranked("hopper", kernel, spec, rounded(problem), gpu, listed, tiled)
         chosen, reason = offers[0], _reason(offers, gpu, True)
@@ -245,7 +245,10 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
         why = "no tile fits its registers and shared memory" if found is None else "the portable schedule is predicted faster"
         if found is not None and direction == "backward":
             stored = hopper_captured.storable(spec, problem, tiled, all_needs(spec) if needs is None else needs)
-            found = replace(found, stored=stored, ordered=deterministic(), shared=found.shared + 256 * deterministic())  # whose turn it is
+            found = replace(found, stored=stored, ordered=deterministic())
+        if found is not None:  # of these lengths; the tiles are for a range of them
+            shared = hopper_memory.shared_bytes(found.kernel, spec, problem, found.BLOCK_M, found.BLOCK_N, found.num_stages, tiled, listed, bool(found.stored))
+            found = replace(found, shared=shared + 256 * found.ordered)  # whose turn it is
         if found is not None and OVERRIDE.get("schedule") == "hopper":
             return found
     plan = _portable(spec, problem, gpu, direction, use, listed)

@@ -14,7 +14,7 @@ from . import gluon
 from .parts import KEEP_TILE, Site
 from .load import load
 from .plan import Plan, all_needs, make_plan
-from .schedules import combine, hopper
+from .schedules import combine, hopper_memory
 from .program import helpers
 from .schedules.blocks import LISTS, ROWS, blocks_kernel
 from .writer import WIDTH, Writer
@@ -48,7 +48,7 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
     return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
                 problem.N % WHOLE == 0, plan.descriptors, plan.listed, tuple(all_needs(spec) if needs is None else needs),
                 plan.BLOCK_M // 64 if plan.schedule == "hopper" else 0,
-                hopper.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
+                hopper_memory.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
                 *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored) if backward is not None
                   else (False, False, plan.tiled)), packed=plan.packed, parts=parts_expression(plan))
 

@@ -7,7 +7,7 @@ from typing import Sequence
 from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, walk
 from ...region import Problem
-from ...spec import BLOCK, AttentionSpec, EmptyRow
+from ...spec import BLOCK, AttentionSpec
 from ..captured import differentiable_loads, ends
 from ..factors import peel
 from ..philox import HALF_BITS, is_narrow
@@ -15,7 +15,6 @@ from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, piece
 from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..writer import Writer
-from .hopper_vectors import vector_bytes
 
 ROWS = 64
 """Rows of one warpgroup's matrix instruction (wgmma)."""
@@ -258,53 +257,6 @@ def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: b
 def register_limit(kernel: str, m: int) -> int:
     """Of the registers that a partition gets, without addresses, row vectors and counters."""
     return 208 if kernel == "keys" else 190 if m == 2 * ROWS else 136
-
-
-def _forward_bytes(problem: Problem, m: int, n: int, stages: int) -> int:
-    d, dv = padded(problem.D), padded(problem.Dv)
-    q, v = ({c.suffix: c.width for c in chunks(size)} for size in (problem.D, problem.Dv))
-    out = sum(width for suffix, width in v.items() if q.get(suffix) != width)
-    return 2 * m * (d + out) + 2 * stages * n * (d + dv) + 2048
-
-
-def _captured_bytes(spec: AttentionSpec, m: int, n: int, tiled: Sequence[str]) -> int:
-    """Of tiles of captured tensors, in each stage."""
-    return 2 * m * n * sum(load.name in tiled for load in spec.score.loads)
-
-
-def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str]) -> int:
-    """Is there shared memory for the next query rows while the output is stored from the place of the ones before?"""
-    held = _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + vector_bytes(spec, m, n, stages)
-    return 1 + (held + 2 * m * padded(problem.D) <= 227 * 1024)
-
-
-def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False) -> int:
-    """Shared memory that the compiler takes for a kernel, tiles, barriers, and what partitions are handed; where `_handed` does not know that, an upper bound."""
-    d, dv = padded(problem.D), padded(problem.Dv)
-    queries = q_tiles(spec, problem, m, n, stages, tiled)
-    handed = None if listed else _handed(kernel, spec, problem, m, stages, queries, tiled)
-    if kernel == "forward":
-        more = 2 * m * d * (queries - 1) + vector_bytes(spec, m, n, stages)
-        return _forward_bytes(problem, m, n, stages) + stages * _captured_bytes(spec, m, n, tiled) + more + (0 if handed is None else handed - 2048)
-    copies = stages if max(d, dv) <= 64 else 1  # of dS
-    rows = 2 if handed is not None else 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
-    captured = _captured_bytes(spec, m, n, tiled) + 8 * n * (copies == 1) * sum(map(ends, spec.score.loads))  # sums beyond the ends of tables
-    return 2 * stages * m * (d + dv) + 2 * n * (d + dv) + 4 * m * d + 2 * m * n * copies + stages * (4 * rows * m + captured) + (2048 if handed is None else handed)
-
-
-def _handed(kernel: str, spec: AttentionSpec, problem: Problem, m: int, stages: int, queries: int, tiled: Sequence[str]) -> int | None:
-    """Barriers and what partitions are handed, in bytes as the compiler lays them out, or None: known for batch and heads, queries sharing keys or not, masks
-    over indices, dropout (up to 16 bytes less), captured tensors that belong to a batch index, and one whose tiles come by TMA (backward: up to 48 bytes
-    less); not for other tensors, nor for deterministic gradients, which have a few more."""
-    pieces, shared = len(chunks(max(problem.D, problem.Dv))) - 1, len(spec.axes) - len(spec.k)
-    own = [load for load in spec.loads if load.variables & {"i", "j"}]
-    other = len(own) > 1 or any(load.name not in tiled for load in own) or spec.visible.loads or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
-    if other or pieces > 1 or problem.D != problem.Dv or problem.D % 16 or pieces and problem.D < 64 or len(spec.k) != 2 or shared > 1:
-        return None
-    masked, third, more = spec.is_masked, m > 2 * ROWS, (48 if kernel == "keys" or pieces else 32) * len(own) + 16 * (spec.dropout > 0) * (1 + len(own))
-    if kernel == "keys":
-        return (536 if padded(problem.D) <= 64 else 380 + 144 * pieces) + 16 * shared + 16 * (shared and masked and pieces > 0) + more
-    return 216 + 64 * stages + 112 * pieces + 40 * masked + 4 * third * (1 + masked) * (queries > 1) - (8 + 4 * masked) * (queries == 1) + 16 * (shared and (pieces > 0 or not masked)) + more
 
 
 def options(kernel: str, m: int, n: int, warps: int, stages: int) -> dict[str, int]:

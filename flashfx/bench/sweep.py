@@ -19,7 +19,7 @@ from ..codegen.limits import shared_bytes
 from ..codegen.load import load
 from ..codegen.plan import make_plan, overridden
 from ..codegen.render import render
-from ..codegen.schedules import hopper
+from ..codegen.schedules import hopper_memory
 from ..codegen.timing import Clock, Operands, launches, together
 from ..region import Problem
 from ..spec import AttentionSpec
@@ -142,7 +142,7 @@ def offers(workload: Workload, gpu: GPU, schedule: str, kernel: str) -> list[can
     """Every tile of a kernel that fits in shared memory, many registers or not."""
     p, spec = workload.problems[0], workload.spec
     tiled = tuple(a.name for a in spec.aux if any({"i", "j"} <= load.variables for load in spec.loads if load.name == a.name))
-    needed = lambda t: hopper.shared_bytes(kernel, spec, p, t[0], t[1], t[3], tiled) if schedule == "hopper" else shared_bytes(kernel, t, p, spec, gpu)
+    needed = lambda t: hopper_memory.shared_bytes(kernel, spec, p, t[0], t[1], t[3], tiled) if schedule == "hopper" else shared_bytes(kernel, t, p, spec, gpu)
     return [t for t in candidates.generated(schedule, kernel, spec, p, gpu) if needed(t) <= gpu.shared_per_block]
 
 

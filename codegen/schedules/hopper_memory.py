@@ -1,0 +1,144 @@
+"""Shared memory of the warp-specialised pair, as Triton allocates it: tiles and barriers, and what partitions are handed.
+
+A partition other than the first gets the values that it names through shared memory, packed one behind the other (`WarpSpecializeOp::getCaptureSizeAlign`
+in lib/Dialect/TritonGPU/IR/Ops.cpp). So what `schedules/hopper_forward.py` and `schedules/hopper_backward.py` let their partitions name is listed here.
+"""
+from __future__ import annotations
+
+from typing import Sequence
+
+from ...compat import hands_constants
+from ...expr import Const, Var
+from ...region import Problem
+from ...spec import BLOCK, AttentionSpec, EmptyRow
+from ..captured import ends
+from ..parts import chunks
+from ..ranges import bounds
+from .hopper_vectors import vector_bytes
+
+ROWS = 64
+BARRIER = 8
+NUMBER, ADDRESS = 4, 8
+"""What a partition is handed: a 32-bit number; a pointer, a tensor map or a seed."""
+
+
+def _buffer(rank: int) -> int:
+    """A buffer in shared memory as a partition is handed it: its address, and an offset for each dimension."""
+    return 8 + 4 * rank
+
+
+def stacked(buffers: list[tuple[int, int]]) -> int:
+    """Buffers, (bytes, alignment), that are all in use at once, as lib/Analysis/Allocation.cpp places them: the largest first."""
+    top = 0
+    for size, place in sorted(buffers, reverse=True):
+        top = -(-top // place) * place + size
+    return top
+
+
+def _pieces(size: int) -> list[int]:
+    return [c.width for c in chunks(size)]
+
+
+def _tiles(copies: int, rows: int, widths: list[int], element: int = 2) -> list[tuple[int, int]]:
+    """Buffers of `copies` tiles, one for each piece of a head; TMA's swizzle wants eight rows aligned."""
+    return [(copies * rows * w * element, min(1024, 8 * w * element)) for w in widths]
+
+
+def _captured_tiles(spec: AttentionSpec, m: int, n: int, stages: int, tiled: Sequence[str]) -> list[tuple[int, int]]:
+    return [(stages * 2 * m * n, 1024) for load in spec.score.loads if load.name in tiled]
+
+
+def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str]) -> int:
+    """Is there shared memory for the next query rows while the output is stored from the place of the ones before?"""
+    held = sum(size for size, _ in _forward_tiles(spec, problem, m, n, stages, tiled, 1)) + 2048 + vector_bytes(spec, m, n, stages)
+    return 1 + (held + 2 * m * sum(_pieces(problem.D)) <= 227 * 1024)
+
+
+def _own_out(problem: Problem) -> list[int]:
+    """Widths of the pieces of the output that cannot be stored from where q was."""
+    q = {c.suffix: c.width for c in chunks(problem.D)}
+    return [c.width for c in chunks(problem.Dv) if q.get(c.suffix) != c.width]
+
+
+def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str], queries: int) -> list[tuple[int, int]]:
+    q, v = _pieces(problem.D), _pieces(problem.Dv)
+    found = _tiles(queries * m // ROWS, ROWS, q) + _tiles(stages, n, q) + _tiles(stages, n, v) + _tiles(m // ROWS, ROWS, _own_out(problem))
+    return found + _captured_tiles(spec, m, n, stages, tiled)
+
+
+def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False,
+                 stored: bool = False) -> int:
+    """Shared memory that the compiler takes for a kernel; where `is_counted` does not know all that partitions are handed, an upper bound.
+    stored: is the gradient of a captured tensor stored on the way?"""
+    counted = not listed and is_counted(spec, tiled)
+    if kernel == "forward":
+        queries = q_tiles(spec, problem, m, n, stages, tiled)
+        found = _forward_tiles(spec, problem, m, n, stages, tiled, queries)
+        if not counted:
+            return sum(size for size, _ in found) + vector_bytes(spec, m, n, stages) + 2048
+        uneven = not bounds(spec.visible, "j").is_total
+        found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4 + [(queries * NUMBER, 16)] * uneven
+        return stacked([*found, (_forward_handed(spec, problem, tiled, uneven), 8), (m // ROWS * 4, 8)])
+    q, v = _pieces(problem.D), _pieces(problem.Dv)
+    split = max(problem.D, problem.Dv) <= 64
+    found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(1, n, q) + _tiles(1, n, v) + _tiles(1, m, q, 4)
+    found += [((stages if split else 1) * 2 * m * n, 1024)] + _captured_tiles(spec, m, n, stages, tiled)
+    if not counted:
+        rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
+        sums = 8 * n * (not split) * sum(map(ends, spec.score.loads))  # beyond the ends of tables
+        return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + 2048
+    found += [(stages * 4 * m, 16)] * 2 + [(BARRIER, 16)] + [(stages * BARRIER, 16)] * (6 if split else 4)
+    return stacked([*found, (_backward_handed(spec, problem, tiled, split, stored), 8), (12 if split else 4, 8)])  # the last: states of the partitions' warps
+
+
+def is_counted(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
+    """Is what partitions are handed known? Not where they load tensors at rows or keys themselves, nor of rows that average v."""
+    by_hand = any(load.name not in tiled for load in spec.loads if load.variables & {"i", "j"})
+    return not (by_hand or spec.visible.loads or spec.sizes or not spec.axes or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD))
+
+
+def _loads(spec: AttentionSpec, tiled: Sequence[str], warpgroups: bool, maps: bool) -> int:
+    """Of captured tensors: of a tile its ring and (maps) its tensor map, of those that belong to a batch index (warpgroups) address and strides but the last."""
+    found = 0
+    for load in dict.fromkeys(spec.loads):
+        if load.name in tiled:
+            found += _buffer(1 + len(load.index)) + ADDRESS * maps
+        elif warpgroups:
+            found += ADDRESS + NUMBER * (len(load.index) - 1)
+    return found
+
+
+def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], uneven: bool) -> int:
+    """To the second warpgroup and the warp that copies, in bytes."""
+    extents, pieces, v_pieces = problem.extents, len(_pieces(problem.D)), len(_pieces(problem.Dv))
+    q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
+    maps = ADDRESS * 2 * (pieces + v_pieces)
+    rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem)) * out + 6 * _buffer(2)
+    first = Var("i1") in bounds(spec.visible, "j").hi.leaves  # how many batch indices there are: those whose keys stay in the L2 cache go together
+    sizes = NUMBER * (3 + sum(e != 1 for e in extents[not first:]))  # M, N, number of tiles
+    return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, True, True)
+
+
+def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], split: bool, stored: bool) -> int:
+    """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
+    extents = dict(zip(spec.axes, problem.extents))
+    keys, others = [a for a in spec.axes if a in spec.k | spec.v], [a for a in spec.axes if a not in spec.k | spec.v]
+    pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
+    q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
+    total = ADDRESS * (2 * pieces + 2 * v_pieces + 2)  # tensor maps of Q, K, V and dO; log-sum-exp and delta
+    total += pieces * (q + k) + v_pieces * (v + out) + 2 * _buffer(2) + (7 if split else 5) * _buffer(2) + _loads(spec, tiled, split, True)
+    inner = [a for a in keys[1:] if extents[a] != 1]
+    numbers = 2 + (not found.is_total)  # M, the first key, the first row
+    numbers += len(keys[:1]) + len(inner)  # which batch index
+    if others:
+        numbers += 2 + sum(extents[a] != 1 for a in spec.axes[1:])  # steps and tiles in a step
+    else:
+        numbers += 1 + bool(inner)  # steps; the flattened index
+    if split:
+        total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
+        total += ADDRESS + out if stored else _buffer(3)  # dS
+        numbers += problem.N % BLOCK > 0
+        if found.has_full and not found.is_total:
+            numbers += (not found.starts_full) + (found.full_hi != Var("M"))
+    constants = found.is_total or len(inner) < len(keys[1:])
+    return total + NUMBER * (numbers + (constants and hands_constants()))
