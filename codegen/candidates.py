@@ -9,7 +9,7 @@ from ..spec import BLOCK, AttentionSpec
 from . import cost
 from .gpu import GPU
 from .largest import largest
-from .limits import LIMIT, padded, registers_per_thread, resident, shared_bytes, units
+from .limits import LIMIT, padded, registers_per_thread, resident, shared_bytes, units, wider_bytes
 from .schedules import hopper, hopper_memory
 from .split import number
 
@@ -59,7 +59,7 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
     m, n, warps, most = tiles
     while True:
         found = [(m, n, warps, stages) for stages in range(most, min(most, 2) - 1, -1)]
-        if shared_bytes(kernel, found[-1], problem, spec, gpu) <= gpu.shared_per_block:
+        if shared_bytes(kernel, found[-1], problem, spec, gpu) + wider_bytes(kernel, found[-1], problem, spec) <= gpu.shared_per_block:
             return found
         if m == n == 16:
             return [*found, (m, n, warps, 1)]
@@ -94,7 +94,7 @@ def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, 
         programs, name = resident(gpu, warps, shared, registers), kernel
     limit, unfit = most or limit, ""
     # lengths that are no multiples of tiles: a number that partitions are handed; a loop for the last tile, whose buffers are aligned anew
-    spare = 64 if schedule == "hopper" else 1024 * (not spec.is_masked)
+    spare = 64 if schedule == "hopper" else 1024 * (not spec.is_masked) + wider_bytes(kernel, tiles, problem, spec)
     if shared > gpu.shared_per_block - spare:
         unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {gpu.shared_per_block / 1024:.0f}"
     elif registers > limit:

@@ -62,18 +62,21 @@ def units(problem: Problem, gpu: GPU) -> str:
 
 
 def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, gpu: GPU) -> int:
-    """Shared memory that Triton's compiler takes for a kernel: its figure where the score is q . k alone in 16 bits (`is_exact`), else an upper bound."""
+    """Shared memory that Triton's compiler takes for a kernel: its figure where `is_exact`, in 16 bits and without loaded masks, else an upper bound."""
     m, n, warps, stages = tiles
     d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
     width, found = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype]), units(problem, gpu)
     loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
+    inner, outer = (m, n) if kernel == "keys" else (n, m)
+    exact = found == "wgmma" and is_exact(spec, problem, outer < 64) and (outer >= 64 or d == dv <= 256 and len(chunks(problem.D)) == 1)
+    exact |= found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0) and stages > 1 and is_exact(spec, problem, False)
+    exact &= kernel != "dense"
     across = _across(spec)
-    tiled_loads = sum(_staged(load, kernel, tiles, problem) if found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
-    exchanged = width == 4 or spec.dropout > 0 and (found != "wgmma" or kernel == "keys" or tiles[0] < 64)  # among threads
+    tiled_loads = sum(_staged(load, kernel, tiles, problem) if exact or found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
+    exchanged = width == 4 or spec.dropout > 0 and not exact and (found != "wgmma" or kernel == "keys" or tiles[0] < 64)  # among threads
     more = tiled_loads + (4 * m * n + 4096) * exchanged
     if kernel == "dense":
         return loaded * (m + n) * (d + dv) + tiled_loads + 4 * m * n + m * n * width + 6144
-    inner, outer = (m, n) if kernel == "keys" else (n, m)
     held = outer * (d + dv) if kernel != "forward" else outer * (d if problem.D == problem.Dv else max(d, 2 * dv))
     total = loaded * inner * (d + dv) + held + more
     if kernel == "keys":  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
@@ -82,10 +85,14 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
         total += (inner + outer) * max(d, dv) + 2 * m * n
     elif found == "mma" and stages == 1:  # so they do where nothing is copied ahead
         total += inner * max(d, dv)
-    elif found == "mma" and gpu.vendor == "NVIDIA" and is_exact(spec, problem):
+    elif found == "mma" and exact:
         narrowest = min(c.width for size in (problem.D, problem.Dv) for c in chunks(size))
-        return total + 2 * m * n * (outer < narrowest)  # weights become an operand through shared memory, unless that lies where q came through
-    elif found == "wgmma" and is_exact(spec, problem, outer < 64) and not exchanged and (outer >= 64 or d == dv <= 256 and len(chunks(problem.D)) == 1):
+        passing = 2 * m * n * (outer < narrowest)  # weights on their way to an operand, unless that lies where q came through
+        if kernel == "keys" and spec.dropout:
+            passing = max(passing, _random_bits(m, n, warps))
+            total += 4 * m * max(1, stages - 1)  # then delta is copied ahead too
+        return total - tiled_loads + max(tiled_loads, passing) if kernel == "keys" else total + passing
+    elif exact:
         return _stacked(kernel, tiles, problem, spec, tiled_loads)
     elif found == "wgmma" and outer >= 64:
         return total + 2048
@@ -116,7 +123,11 @@ def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, sp
     largest = max(ring)[0]
     ring += [(8 * copies, 16)] * 2 + [(2 * m * n, 16)] * older + [(staged, 16)] * across  # barriers, weights
     if keys:  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
-        ring += [(4 * m * max(1, stages - 1), 16)] + [(4 * m, 16)] * (warps * 32 == m and not older and not across)
+        second = 4 * m * (warps * 32 == m and not older and not across)
+        if spec.dropout:  # then delta is copied ahead too
+            second = 4 * m * max(1, stages - 1)
+            ring.append((_random_bits(m, n, warps), 16))
+        ring += [(4 * m * max(1, stages - 1), 16)] + [(second, 16)] * (second > 0)
     if two and older and kernel != "rows":
         held = []  # read into registers before the first
     parts = [b for b in held if b[0] >= largest], sorted(ring, reverse=True), [b for b in held if b[0] < largest]
@@ -127,12 +138,24 @@ def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, sp
     return top
 
 
-def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: Problem) -> int:
-    """Of a tensor with an element for every query and key: tiles in flight, or what exchanges them among threads."""
+def _random_bits(m: int, n: int, warps: int) -> int:
+    """Of dropout in the kernel over keys, whose tile is drawn as other kernels see it, then transposed: what the warps, 16 keys each, have at once."""
+    return 2 * m * min(n, 16 * warps)
+
+
+def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: Problem, width: int = 0) -> int:
+    """Of a tensor with an element for every query and key: tiles in flight, or what exchanges them among threads, 16 bytes of each at a time.
+    width: of an element in bytes, that of q's unless given."""
     m, n, warps, stages = tiles
     if load.kind != "float" or load.index[-1] != Var("j"):
         return WIDTHS["float32"] * m * n * stages
-    return 512 * warps if kernel == "keys" else WIDTHS[problem.dtype] * m * n * max(1, stages - 1)
+    width = width or WIDTHS[problem.dtype]
+    return min(512 * warps, width * m * n) if kernel == "keys" else width * m * n * max(1, stages - 1)
+
+
+def wider_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec) -> int:
+    """What more is needed if captured tensors are float32, which a plan is not told."""
+    return 0 if kernel == "dense" else sum(_staged(load, kernel, tiles, problem, 4) - _staged(load, kernel, tiles, problem) for load in _across(spec))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -247,7 +247,8 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
             stored = hopper_captured.storable(spec, problem, tiled, all_needs(spec) if needs is None else needs)
             found = replace(found, stored=stored, ordered=deterministic())
         if found is not None:  # of these lengths; the tiles are for a range of them
-            shared = hopper_memory.shared_bytes(found.kernel, spec, problem, found.BLOCK_M, found.BLOCK_N, found.num_stages, tiled, listed, bool(found.stored))
+            m, n, stages = found.BLOCK_M, found.BLOCK_N, found.num_stages
+            shared = hopper_memory.shared_bytes(found.kernel, spec, problem, m, n, stages, tiled, listed, bool(found.stored))
             found = replace(found, shared=shared + 256 * found.ordered)  # whose turn it is
         if found is not None and OVERRIDE.get("schedule") == "hopper":
             return found

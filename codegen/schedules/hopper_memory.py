@@ -1,7 +1,8 @@
 """Shared memory of the warp-specialised pair, as Triton allocates it: tiles and barriers, and what partitions are handed.
 
-A partition other than the first gets the values that it names through shared memory, packed one behind the other (`WarpSpecializeOp::getCaptureSizeAlign`
-in lib/Dialect/TritonGPU/IR/Ops.cpp). So what `schedules/hopper_forward.py` and `schedules/hopper_backward.py` let their partitions name is listed here.
+A partition other than the first gets the values that it names through shared memory, packed one behind the other
+(`WarpSpecializeOp::getCaptureSizeAlign` in lib/Dialect/TritonGPU/IR/Ops.cpp). So what `schedules/hopper_forward.py` and
+`schedules/hopper_backward.py` let their partitions name is listed here.
 """
 from __future__ import annotations
 
@@ -78,6 +79,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
             return sum(size for size, _ in found) + vector_bytes(spec, m, n, stages) + 2048
         uneven = not bounds(spec.visible, "j").is_total
         found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4 + [(queries * NUMBER, 16)] * uneven
+        # the last: a byte for each warp of the other partitions
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven), 8), (m // ROWS * 4, 8)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     split = max(problem.D, problem.Dv) <= 64
@@ -88,7 +90,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         sums = 8 * n * (not split) * sum(map(ends, spec.score.loads))  # beyond the ends of tables
         return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + 2048
     found += [(stages * 4 * m, 16)] * 2 + [(BARRIER, 16)] + [(stages * BARRIER, 16)] * (6 if split else 4)
-    return stacked([*found, (_backward_handed(spec, problem, tiled, split, stored), 8), (12 if split else 4, 8)])  # the last: states of the partitions' warps
+    return stacked([*found, (_backward_handed(spec, problem, tiled, split, stored), 8), (12 if split else 4, 8)])
 
 
 def is_counted(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
@@ -97,12 +99,13 @@ def is_counted(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
     return not (by_hand or spec.visible.loads or spec.sizes or not spec.axes or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD))
 
 
-def _loads(spec: AttentionSpec, tiled: Sequence[str], warpgroups: bool, maps: bool) -> int:
-    """Of captured tensors: of a tile its ring and (maps) its tensor map, of those that belong to a batch index (warpgroups) address and strides but the last."""
+def _loads(spec: AttentionSpec, tiled: Sequence[str], warpgroups: bool) -> int:
+    """Of captured tensors: a tile's ring and tensor map; of one that belongs to a batch index, which only warpgroups read, address and strides but
+    the last, which is 1."""
     found = 0
     for load in dict.fromkeys(spec.loads):
         if load.name in tiled:
-            found += _buffer(1 + len(load.index)) + ADDRESS * maps
+            found += _buffer(1 + len(load.index)) + ADDRESS
         elif warpgroups:
             found += ADDRESS + NUMBER * (len(load.index) - 1)
     return found
@@ -116,7 +119,7 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem)) * out + 6 * _buffer(2)
     first = Var("i1") in bounds(spec.visible, "j").hi.leaves  # how many batch indices there are: those whose keys stay in the L2 cache go together
     sizes = NUMBER * (3 + sum(e != 1 for e in extents[not first:]))  # M, N, number of tiles
-    return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, True, True)
+    return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, True)
 
 
 def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], split: bool, stored: bool) -> int:
@@ -126,7 +129,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 2)  # tensor maps of Q, K, V and dO; log-sum-exp and delta
-    total += pieces * (q + k) + v_pieces * (v + out) + 2 * _buffer(2) + (7 if split else 5) * _buffer(2) + _loads(spec, tiled, split, True)
+    total += pieces * (q + k) + v_pieces * (v + out) + 2 * _buffer(2) + (7 if split else 5) * _buffer(2) + _loads(spec, tiled, split)
     inner = [a for a in keys[1:] if extents[a] != 1]
     numbers = 2 + (not found.is_total)  # M, the first key, the first row
     numbers += len(keys[:1]) + len(inner)  # which batch index
@@ -140,5 +143,6 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
         numbers += problem.N % BLOCK > 0
         if found.has_full and not found.is_total:
             numbers += (not found.starts_full) + (found.full_hi != Var("M"))
+    # a first row or a batch index that is always 0
     constants = found.is_total or len(inner) < len(keys[1:])
     return total + NUMBER * (numbers + (constants and hands_constants()))
