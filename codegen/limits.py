@@ -120,13 +120,13 @@ def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, sp
     copies = stages - 1 if older else stages
     held = sorted(((outer * row, 16 if older else min(1024, 8 * row)) for row in (q if kernel == "forward" else q + v)), reverse=True)
     ring = [(copies * inner * row, 16 if older else min(1024, 8 * row)) for row in q + v]
+    ring += [(_random_bits(m, n, warps), 16)] * (keys and spec.dropout > 0)
     largest = max(ring)[0]
     ring += [(8 * copies, 16)] * 2 + [(2 * m * n, 16)] * older + [(staged, 16)] * across  # barriers, weights
     if keys:  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
         second = 4 * m * (warps * 32 == m and not older and not across)
         if spec.dropout:  # then delta is copied ahead too
             second = 4 * m * max(1, stages - 1)
-            ring.append((_random_bits(m, n, warps), 16))
         ring += [(4 * m * max(1, stages - 1), 16)] + [(second, 16)] * (second > 0)
     if two and older and kernel != "rows":
         held = []  # read into registers before the first
