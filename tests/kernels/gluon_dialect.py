@@ -15,7 +15,7 @@ from flashfx.codegen.philox import HALF_BITS, philox
 from . import gluon_simulator as simulator
 from .gluon_simulator import Descriptor, Pointer, Shared, Simulation, _here, pointer_to
 
-DTYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32, int1=torch.bool, int8=torch.int8, int32=torch.int32, int64=torch.int64)
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int8", "int32", "int64")} | {"int1": torch.bool}
 
 
 def scalar(x) -> torch.Tensor:
@@ -118,7 +118,7 @@ gl = _Language(
     max=_reduction(torch.max, torch.amax), min=_reduction(torch.min, torch.amin), sum=_reduction(torch.sum, torch.sum),
     load=_load, store=_store, atomic_add=_atomic(lambda a, b: a + b), atomic_xchg=_atomic(lambda a, b: b),
     convert_layout=lambda x, layout: x, join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1), split=_split,
-    broadcast_to=lambda x, *shape: torch.broadcast_to(scalar(x), [int(n) for n in (shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)]),
+    broadcast_to=lambda x, shape: torch.broadcast_to(scalar(x), [int(n) for n in shape]),
     inline_asm_elementwise=_inline, warp_specialize=_specialize, allocate_shared_memory=_allocate,
     NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *a: None),
     **{name: lambda *a, **k: None for name in ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
@@ -169,8 +169,7 @@ def load(text: str):
         return generated.load(text)
     own = "import tests.kernels.gluon_dialect as _d\ngluon, gl, range = _d.gluon, _d.gl, _d.steps\n" \
           "from tests.kernels.gluon_simulator import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait\n"
-    text = re.sub(r"^from triton\.experimental import gluon\nfrom triton\.experimental\.gluon import .*\nfrom triton\.experimental\.gluon\.language.*\n",
-                  lambda m: own, text, flags=re.M)
+    text = re.sub(r"(^from triton\.experimental.*\n)+", lambda m: own, text, flags=re.M)
     text = re.sub(r"^barrier, reduce_add = .*$", "barrier, reduce_add = _d.barrier, _d.reduce_add", text, flags=re.M)
     text = re.sub(r"^barrier = gluon_barrier\(\)$", "barrier = _d.barrier", text, flags=re.M)
     module = generated.load(text)

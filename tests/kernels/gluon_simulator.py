@@ -2,11 +2,14 @@
 
 The memory, copies, products and barriers of it; `gluon_dialect` has the language. Layouts mean nothing, all else does:
 
-* a partition runs until it waits; then another goes on, drawn at random (`SEED`). Nobody ready and nothing under way: `Deadlock`, which says who waits where;
-* a copy by the tensor memory accelerator takes place at a random later moment. Until then its destination holds NaN, and who touches it is told (`Race`);
+* a partition runs until it waits; then another goes on, drawn at random (`SEED`). Nobody ready and nothing under way: `Deadlock`, which says who
+  waits where;
+* a copy by the tensor memory accelerator takes place at a random later moment. Until then its destination holds NaN, and who touches it is told
+  (`Race`);
 * a matrix product reads shared memory from where it is issued to where it is awaited: what changes there meanwhile is a `Race`;
 * what a partition has written to shared memory is not for products and copies until it has called `fence_async_shared`;
-* barriers count arrivals and bytes, and their phase has one bit; addresses outside a tensor, a copy under way at the end, a product nobody awaited are errors.
+* barriers count arrivals and bytes, and their phase has one bit; addresses outside a tensor, a copy under way at the end, a product nobody awaited
+  are errors.
 """
 from __future__ import annotations
 
@@ -185,8 +188,8 @@ class Shared:
 
 class Descriptor:
     def __init__(self, given):
-        self.base, self.shape, self.strides, self.block, self.layout = given.base, list(given.shape), list(given.strides), list(given.block_shape), None
-        self.dtype = given.base.dtype
+        self.base, self.shape, self.strides, self.block = given.base, list(given.shape), list(given.strides), list(given.block_shape)
+        self.dtype, self.layout = given.base.dtype, None
 
     def box(self, coordinates) -> tuple[torch.Tensor, tuple, tuple]:
         """(the whole tensor, slices of it inside, slices of the tile for them)"""
