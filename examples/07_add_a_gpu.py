@@ -5,7 +5,7 @@
 `python -m flashfx gpu --measure` prints the row of the GPU of this machine.
 
 Output:
-    H100   forward 128x128, 8 warps, 2 stages, 194 KiB shared, TMA
+    H100   forward 128x128, 8 warps, 2 stages, 192 KiB shared, TMA
     small  forward 64x32, 4 warps, 2 stages, 36 KiB shared
     a wrong unit is caught: small
 """
