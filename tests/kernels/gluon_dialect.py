@@ -56,7 +56,7 @@ def _inline(text: str, constraints, args, dtype=None, is_pure=True, pack=1):
         return scalar(args[0])
     if text.startswith("tanh.approx"):
         return torch.tanh(args[0])
-    raise NotImplementedError(text)
+    raise NotImplementedError(f"the simulator does not know this instruction: {text}")
 
 
 def _reduction(whole, along):
