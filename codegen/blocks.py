@@ -3,11 +3,11 @@
     flashfx::block_lists(like, aux, sizes, mask) -> (rows, keys)
 
 `mask` is the text of `AttentionSpec.mask()`: the mask alone, over the axes on which it depends, so that layers, heads, forward and
-backward share one summary. With R = ceil(M / BLOCK) and C = ceil(N / BLOCK)
+backward share one summary. With R = ceil(M / BLOCK), F = ceil(M / FINE) and C = ceil(N / BLOCK)
 
-    rows  int32 (*extents, R, 2 + C): of each row of blocks [number partly visible, number fully visible, the partly visible ones,
-          the fully visible ones, the hidden ones], each of the three ascending
-    keys  int32 (*extents, C, 2 + R): the same of each column of blocks
+    rows  int32 (*extents, R, 2 + C): of each row of blocks of BLOCK rows and keys [number partly visible, number fully visible, the
+          partly visible ones, the fully visible ones, the hidden ones], each of the three ascending
+    keys  int32 (*extents, C, 2 + F): the same of each column of blocks of FINE rows and BLOCK keys, as kernels over keys step
 
 Memory is O(blocks). The lists are a hint: kernels give the same results without them.
 """
@@ -22,7 +22,7 @@ import torch
 from ..compat import interpreting
 from ..reference import evaluate, index_grid
 from ..region import Problem
-from ..spec import BLOCK, AttentionSpec
+from ..spec import BLOCK, FINE, AttentionSpec
 from .schedules.blocks import EMPTY, FULL, PARTIAL
 from .tiles import TileCounts, classify
 
@@ -52,7 +52,7 @@ def _closed_form_wastes(mask: AttentionSpec, M: int, N: int, sizes: tuple) -> bo
     more, or evaluate the mask in a quarter more than it cuts? So it does for dilated, global and butterfly patterns, not for causal ones."""
     given = [dict(sizes)[s] for s in mask.sizes]
     extents = [2] * len(mask.axes)
-    kinds = evaluated(mask, [], [*extents, M, N, *given], torch.device("cpu"))
+    kinds = joined(evaluated(mask, [], [*extents, M, N, *given], torch.device("cpu")))
     ranged = classify(mask, BLOCK, BLOCK, M, N, [*extents, *given])
     partial, full = int((kinds == PARTIAL).sum()), int((kinds == FULL).sum())
     return ranged.full + ranged.partial > 1.25 * (full + partial) or ranged.partial > 1.25 * partial + 4
@@ -61,8 +61,8 @@ def _closed_form_wastes(mask: AttentionSpec, M: int, N: int, sizes: tuple) -> bo
 def shape(mask: AttentionSpec, sizes: Sequence[int]) -> tuple[list, list]:
     """Shapes of `rows` and `keys`; works on SymInts too. sizes = extents of the mask's axes, M, N, then its sizes."""
     n = len(mask.axes)
-    R, C = (-(-s // BLOCK) for s in sizes[n: n + 2])
-    return [*sizes[:n], R, 2 + C], [*sizes[:n], C, 2 + R]
+    R, F, C = -(-sizes[n] // BLOCK), -(-sizes[n] // FINE), -(-sizes[n + 1] // BLOCK)
+    return [*sizes[:n], R, 2 + C], [*sizes[:n], C, 2 + F]
 
 
 def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor) -> Lists:
@@ -74,7 +74,7 @@ def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequenc
         from .triton_host import run_block_lists
         return run_block_lists(mask, aux, sizes, like)
     kinds = evaluated(mask, aux, sizes, like.device)
-    return _listed(kinds), _listed(kinds.mT)
+    return _listed(joined(kinds)), _listed(kinds.mT)
 
 
 def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Lists:
@@ -92,25 +92,35 @@ def _listed(kinds: torch.Tensor) -> torch.Tensor:
     return torch.cat([*counts, order], -1).to(torch.int32)
 
 
-def kinds_of(rows: torch.Tensor) -> torch.Tensor:
-    """Kinds (*extents, R, C) from the lists of the rows: the inverse of how they were made."""
-    partial, full, order = rows[..., :1], rows[..., 1:2], rows[..., 2:].long()
-    position = torch.arange(order.shape[-1], device=rows.device)
+def joined(kinds: torch.Tensor) -> torch.Tensor:
+    """Kinds (*extents, R, C) of blocks of BLOCK rows from those (*extents, F, C) of FINE rows: what both halves have in common.
+
+    before -> after: [[0, 2, 1], [0, 2, 2], [0, 2, 1]] -> [[0, 2, 1], [0, 2, 1]]
+    """
+    first, second = kinds[..., ::2, :], kinds[..., 1::2, :]
+    second = torch.cat([second, first[..., second.shape[-2]:, :]], -2)
+    return torch.where(first == second, first, PARTIAL)
+
+
+def kinds_of(lists: torch.Tensor) -> torch.Tensor:
+    """Kinds (*extents, lines, blocks) from the lists of rows or keys: the inverse of how they were made."""
+    partial, full, order = lists[..., :1], lists[..., 1:2], lists[..., 2:].long()
+    position = torch.arange(order.shape[-1], device=lists.device)
     kinds = torch.where(position < partial, PARTIAL, torch.where(position < partial + full, FULL, EMPTY))
     return torch.empty_like(order).scatter_(-1, order, kinds)
 
 
 def evaluated(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Kinds by evaluating the mask, a strip of one block of rows at a time, in plain PyTorch."""
+    """Kinds (*extents, F, C) by evaluating the mask, a strip of FINE rows at a time, in plain PyTorch."""
     n = len(mask.axes)
     extents, (M, N) = list(sizes[:n]), sizes[n: n + 2]
     tensors = {a.name: t for a, t in zip(mask.aux, aux)}
-    width = max(1, CHUNK // (BLOCK * BLOCK * max(1, math.prod(extents)))) * BLOCK
+    width = max(1, CHUNK // (FINE * BLOCK * max(1, math.prod(extents)))) * BLOCK
     strips = []
-    for i in range(0, M, BLOCK):
+    for i in range(0, M, FINE):
         pieces = []
         for j in range(0, N, width):
-            rows, cols = slice(i, min(i + BLOCK, M)), slice(j, min(j + width, N))
+            rows, cols = slice(i, min(i + FINE, M)), slice(j, min(j + width, N))
             env = index_grid(mask, [*extents, *sizes[n + 2:]], M, N, device, rows, cols)
             visible = evaluate(mask.visible, env, tensors, None, torch.float32).expand(*extents, rows.stop - i, cols.stop - j)
             some = _by_block(visible.any(-2)).any(-1)
@@ -121,13 +131,13 @@ def evaluated(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[
 
 
 def count(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> TileCounts:
-    """Tiles over all batch indices as kernels with these lists visit them. sizes = extents of the axes, then `spec.sizes`.
+    """Forward tiles over all batch indices as kernels with these lists visit them. sizes = extents of the axes, then `spec.sizes`.
 
     Costs O(M * N): it evaluates the mask.
     """
     mask, table = spec.mask(), dict(zip((*spec.axes, *spec.sizes), sizes))
     given = [*(table[a] for a in mask.axes), M, N, *(table[s] for s in mask.sizes)]
-    kinds = evaluated(mask, [tensors[a.name].cpu() for a in mask.aux], given, torch.device("cpu"))
+    kinds = joined(evaluated(mask, [tensors[a.name].cpu() for a in mask.aux], given, torch.device("cpu")))
     rest = math.prod(table[a] for a in spec.axes if a not in mask.axes)
     rows, columns = (_tiles_of(length, tile) for length, tile in ((M, BLOCK_M), (N, BLOCK_N)))
     visited = {kind: int(((kinds == kind) * rows[:, None] * columns).sum()) * rest for kind in (FULL, PARTIAL)}

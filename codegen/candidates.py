@@ -5,7 +5,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..region import Problem
-from ..spec import BLOCK, AttentionSpec
+from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
 from .gpu import GPU
 from .largest import largest
@@ -51,7 +51,7 @@ def generated(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem,
     most = 128 if outer > 64 else max(least, 1 << (outer - 1).bit_length())
     found = [(first, second, warps, stages) for first in (16, 32, 64, 128) for second in (32, 64, 128) for warps in (4, 8) for stages in (3, 2)
              if least <= first <= most and (warps == 4 or first == 128 or head > 128)]
-    return [(second, first, *rest) for first, second, *rest in found] if kernel == "keys" else found
+    return [(second, first, *rest) for first, second, *rest in found if not (listed and second > FINE)] if kernel == "keys" else found
 
 
 def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu: GPU) -> list[Tiles]:

@@ -80,14 +80,14 @@ def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
         if mask.aux:
             out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
         out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
-        out.line("R, C = triton.cdiv(M, BLOCKS['BLOCK']), triton.cdiv(N, BLOCKS['BLOCK'])")
+        out.line("R, C, halves = triton.cdiv(M, BLOCKS['BLOCK']), triton.cdiv(N, BLOCKS['BLOCK']), triton.cdiv(M, BLOCKS['FINE'])")
         axes = [extent(a) for a in mask.axes]
-        for name, shape in (("kinds", ["R", "C"]), ("rows", ["R", "2 + C"]), ("keys", ["C", "2 + R"])):
+        for name, shape in (("kinds", ["halves", "C"]), ("rows", ["R", "2 + C"]), ("keys", ["C", "2 + halves"])):
             out.line(f"{name} = torch.empty({_shape([*axes, *shape])}, dtype=torch.int32, device=device)",
                      "what the mask leaves of each block: 0 nothing, 1 some, 2 all of it" if name == "kinds" else "")
         kernel.call(f"({count(mask.axes)} * R * C,)", out)
-        out.line(f"attention_lists[({count(mask.axes)} * R,)](kinds, rows, R * C, C, 1, R, C, **LISTS)")
-        out.line(f"attention_lists[({count(mask.axes)} * C,)](kinds, keys, R * C, 1, C, C, R, **LISTS)")
+        out.line(f"attention_lists[({count(mask.axes)} * R,)](kinds, rows, halves * C, 2 * C, 1, R, C, halves, C, **LISTS)")
+        out.line(f"attention_lists[({count(mask.axes)} * C,)](kinds, keys, halves * C, 1, C, C, halves, 0, 0, **LISTS)")
         out.line("return rows, keys")
     return out.text
 

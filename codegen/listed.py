@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..expr import Const
-from ..spec import BLOCK
+from ..spec import BLOCK, FINE
 from .loops import Loop, Loops
 from .parts import Site, flatten
 from .program import Program
@@ -32,8 +32,13 @@ class ListedLoops:
     partial_first = False
 
     @property
+    def _wide(self) -> int:
+        """Of a listed block: keys, or the rows of the lists that kernels over keys read."""
+        return BLOCK if self.index == "j" else FINE
+
+    @property
     def _split(self) -> str:
-        return f"({BLOCK} // {self.block})"
+        return f"({self._wide} // {self.block})"
 
     def prepare(self, program: Program, out: Writer, override: str = "") -> None:
         """Assign the tile's list, its lengths and the cut ends. override: a condition under which every tile must be visited, none as full."""
@@ -41,17 +46,17 @@ class ListedLoops:
         at = f"({at})" if len(self.axes) > 1 else at
         own, lists, other = ("i", "RowBlocks", "M") if self.index == "j" else ("j", "KeyBlocks", "N")
         row = f"{at} * tl.cdiv({other}, {BLOCK}) + {own}0 // {BLOCK}" if self.axes else f"{own}0 // {BLOCK}"
-        out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * (tl.cdiv({self.size}, {BLOCK}) + 2)",
+        out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * (tl.cdiv({self.size}, {self._wide}) + 2)",
                    "numbers of blocks cut by the mask and fully visible; then the former, the latter, the hidden")
         out.assign("partial_blocks", "tl.load(blocks)")
         out.assign("full_blocks", "tl.load(blocks + 1)")
         text = lambda e: f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
-        out.assign("last_block", f"tl.load(blocks + 1 + partial_blocks) * {BLOCK}")
+        out.assign("last_block", f"tl.load(blocks + 1 + partial_blocks) * {self._wide}")
         cut = self.found.lo != Const(0)
         if cut:
-            out.assign("first_block", f"tl.load(blocks + 2) * {BLOCK}")
+            out.assign("first_block", f"tl.load(blocks + 2) * {self._wide}")
             out.assign("leading", f"tl.minimum(tl.maximum({text(self.found.lo)} - first_block, 0) // {self.block}, {self._split})")
-        beyond = f"tl.maximum(last_block + {BLOCK} - {text(self.found.hi)}, 0) // {self.block}"
+        beyond = f"tl.maximum(last_block + {self._wide} - {text(self.found.hi)}, 0) // {self.block}"
         out.assign("trailing", f"partial_blocks * {self._split} - tl.minimum({beyond}, {self._split})")
         if override:
             out.assign("every", override, "a row that averages v reads every tile")
@@ -61,7 +66,7 @@ class ListedLoops:
             out.assign("trailing", f"tl.where(every, tl.cdiv({self.size}, {self.block}), trailing)")
 
     def _start(self, first: str) -> str:
-        return f"tl.load(blocks + {first} + t // {self._split}) * {BLOCK} + t % {self._split} * {self.block}"
+        return f"tl.load(blocks + {first} + t // {self._split}) * {self._wide} + t % {self._split} * {self.block}"
 
     def full_loop(self) -> Loop:
         return Loop("t", "0", f"full_blocks * {self._split}", lines=(f"{self.index}0 = {self._start('2 + partial_blocks')}",))

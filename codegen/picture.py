@@ -60,10 +60,10 @@ def _merged(rows: list[str], wide: int) -> str:
 
 def _listed(spec: AttentionSpec, problem: Problem, m: int, n: int) -> list[str]:
     """Tiles by the blocks of the summary: each lies in one block."""
-    from .blocks import evaluated
+    from .blocks import evaluated, joined
     mask, table = spec.mask(), dict(zip((*spec.axes, *spec.sizes), (*problem.extents, *problem.sizes)))
     kinds = evaluated(mask, [], [*(table[a] for a in mask.axes), problem.M, problem.N, *(table[s] for s in mask.sizes)], torch.device("cpu"))
-    kinds = kinds[(0,) * len(mask.axes)]
+    kinds = joined(kinds[(0,) * len(mask.axes)])
     letter = lambda kind: SKIPPED if kind == EMPTY else FULL_TILE if kind == FULL else PARTIAL
     letters = ["".join(map(letter, row)) for row in kinds.tolist()]
     return ["".join(letters[i // BLOCK][j // BLOCK] for j in range(0, problem.N, n)) for i in range(0, problem.M, m)]

@@ -13,7 +13,7 @@ import torch
 from ..compat import tf32_allowed
 from ..errors import PlanError
 from ..region import Problem
-from ..spec import BLOCK, AttentionSpec
+from ..spec import BLOCK, FINE, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
 from .candidates import Candidate, predicted, ranked, rounded
@@ -85,6 +85,11 @@ class Plan:
         return 1 if self.schedule == "hopper" else resident(self.gpu, self.num_warps, self.shared, self.registers)
 
     @property
+    def listed_rows(self) -> int:
+        """Rows of the blocks of the list that the kernel reads, if it reads one."""
+        return FINE if self.kernel == "keys" else BLOCK
+
+    @property
     def slots(self) -> int:
         """Programs that the card holds at once."""
         return self.gpu.sms * self.resident
@@ -99,7 +104,7 @@ class Plan:
         own = (f"{self.kernel} {self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages, "
                f"{self.shared / 1024:.0f} KiB shared{', TMA' if self.descriptors else ''}")
         if self.listed:
-            own += f", tiles from a list of {BLOCK}x{BLOCK} blocks made at run time"
+            own += f", tiles from a list of {self.listed_rows}x{BLOCK} blocks made at run time"
         if self.packed:
             own += ", heads that share keys in one tile"
         if self.parts != 1:
@@ -158,15 +163,22 @@ def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gp
                                                      resident(gpu, tiles[2], chosen.shared, chosen.registers), chosen.registers)[1])
     else:
         _check_types(problem, gpu)
-        offers = ranked("triton", kernel, spec, rounded(problem), gpu, packed=bool(packed))
+        offers = ranked("triton", kernel, spec, rounded(problem), gpu, listed, packed=bool(packed))
         chosen = offers[0]
         if chosen.unfit:
             raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {chosen.tiles[0]}x{chosen.tiles[1]} tiles need {chosen.shared} bytes of shared "
                             f"memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
         reason = _reason(offers, gpu, units(problem, gpu) == "wgmma" and kernel != "dense")
     parts = OVERRIDE.get("parts", chosen.parts) if kernel == "forward" else 1
-    return Plan("triton", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), descriptors, reason, chosen.registers,
-                parts=parts, packed=packed)
+    return _divided(Plan("triton", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), descriptors, reason, chosen.registers,
+                         listed=listed, parts=parts, packed=packed))
+
+
+def _divided(plan: Plan) -> Plan:
+    """A plan whose tiles divide the blocks of the list that they come from."""
+    if plan.listed and (plan.listed_rows % plan.BLOCK_M or BLOCK % plan.BLOCK_N):
+        raise PlanError(f"tiles of {plan.BLOCK_M}x{plan.BLOCK_N} do not divide the blocks of {plan.listed_rows}x{BLOCK} of the mask's run-time summary")
+    return plan
 
 
 def _reason(offers: tuple[Candidate, ...], gpu: GPU, predictable: bool) -> str:
@@ -215,8 +227,8 @@ def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, 
     if chosen.unfit:
         return None
     dense = _dense(direction, spec, problem, gpu) if direction == "backward" else None
-    return Plan("hopper", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), True, reason, chosen.registers, dense=dense,
-                listed=listed, tiled=tiled)
+    return _divided(Plan("hopper", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), True, reason, chosen.registers, dense=dense,
+                         listed=listed, tiled=tiled))
 
 
 def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None,
@@ -264,9 +276,9 @@ def _seconds(spec: AttentionSpec, problem: Problem, plan: Plan) -> float:
 
 def _portable(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, use: bool, listed: bool) -> Plan:
     if direction == "forward":
-        return replace(_plan("forward", direction, spec, problem, gpu, use, listed), listed=listed)
-    rows = _plan("rows", direction, spec, problem, gpu, use)
-    return replace(_plan("keys", direction, spec, problem, gpu, use), rows=rows, dense=_dense(direction, spec, problem, gpu), listed=listed)
+        return _plan("forward", direction, spec, problem, gpu, use, listed)
+    rows = _plan("rows", direction, spec, problem, gpu, use, listed)
+    return replace(_plan("keys", direction, spec, problem, gpu, use, listed), rows=rows, dense=_dense(direction, spec, problem, gpu))
 
 
 def _dense(direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> Plan | None:

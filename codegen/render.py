@@ -8,7 +8,7 @@ from typing import Sequence
 
 from ..compat import interpreting
 from ..region import Problem
-from ..spec import BLOCK, AttentionSpec
+from ..spec import BLOCK, FINE, AttentionSpec
 from . import host
 from . import gluon
 from .parts import KEEP_TILE, Site
@@ -148,7 +148,7 @@ def blocks_module(mask: AttentionSpec):
     head.line()
     head.quoted(textwrap.indent(str(mask), "    "))
     head.lines('"""', "import torch", "import triton", "import triton.language as tl", "")
-    head.line(f"BLOCKS = {{'BLOCK': {BLOCK}, 'ROWS': {ROWS}, 'num_warps': 4}}")
+    head.line(f"BLOCKS = {{'BLOCK': {BLOCK}, 'FINE': {FINE}, 'ROWS': {ROWS}, 'num_warps': 4}}")
     head.line("LISTS = {'WIDTH': 128, 'num_warps': 1}")
     body = [kernel.source, LISTS, host.lists_function(mask, kernel)]
     return load("\n\n\n".join([head.text, *helpers("\n".join(body), True), *body]) + "\n")

@@ -33,8 +33,9 @@ HIDING_FILL = -6.0e4
 """Fills at or below this hide a key (float16's finfo.min is -65504); -1e4 and the like stay ordinary score terms."""
 
 
-BLOCK = 128
-"""Rows and keys of one block of a mask's run-time summary, `flashfx::block_lists`; the kernels' tiles divide it."""
+BLOCK, FINE = 128, 64
+"""Of the blocks of a mask's run-time summary, `flashfx::block_lists`: keys, and rows in the lists by rows; and rows in the lists by keys. The tiles of a
+kernel divide the blocks of the lists that it reads."""
 
 
 DIFFERENCE = parse_expr("j - i + M - 1", {})

@@ -1,8 +1,8 @@
-"""The kernel that summarises a mask: for each block of BLOCK queries and BLOCK keys whether none, some or all of it is visible.
+"""The kernel that summarises a mask: for each block of FINE queries and BLOCK keys whether none, some or all of it is visible.
 
 It evaluates the mask itself on every element that it cannot decide sooner, so the summary is exact for any mask: a padding vector,
-document ids, a dense tensor. One program per block and batch index of the mask (not of the heads), no products, nothing stored but
-one number. Two scalar tests come first: the closed form of the range (`flashfx.codegen.ranges`), and for conditions between a value
+document ids, a dense tensor. One program per BLOCK queries and keys and batch index of the mask (not of the heads), no products, nothing
+stored but two numbers. Two scalar tests come first: the closed form of the range (`flashfx.codegen.ranges`), and for conditions between a value
 of the query and a value of the key (`doc[b, i] == doc[b, j]`) the intervals of both over the block.
 """
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 
 from ...expr import INT, Call, Expr, Var, conjuncts, substitute
-from ...spec import AttentionSpec
+from ...spec import BLOCK, FINE, AttentionSpec
 from ..parts import decode, extent
 from ..program import Program, local, pointer, stride
 from ..ranges import bounds
@@ -18,20 +18,34 @@ from ..writer import Kernel, Writer
 
 ROWS = 32
 """Rows of a block evaluated at a time."""
+SHARE = 2 * FINE * BLOCK
+"""A number above that of a block's elements: two counts in one."""
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 LISTS = '''@triton.jit
-def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, count, WIDTH: tl.constexpr):
-    """One program: one line of blocks as a list: how many are partial, how many full; then the partial, the full and the empty ones."""
+def kinds_at(kinds, block, count, stride_block, second, beyond):
+    """Kinds of some blocks of a line, `beyond` where it has ended. second: where the line's second half is, 0 if it has none."""
+    kind = tl.load(kinds + block * stride_block, mask=block < count, other=beyond)
+    other = tl.load(kinds + second + block * stride_block, mask=block < count, other=beyond)
+    return tl.where(kind == other, kind, 1)
+
+
+@triton.jit
+def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, count, halves, stride_half, WIDTH: tl.constexpr):
+    """One program: one line of blocks as a list: how many are partial, how many full; then the partial, the full and the empty ones.
+
+    Where a line has two halves, 2 * line and 2 * line + 1 of so many `halves`, a block is what both have in common; stride_half is 0 where it has one.
+    """
     line = tl.program_id(0)
     kinds = Kinds + tl.cast(line // lines, tl.int64) * stride_z + line % lines * stride_line
+    second = tl.where(line % lines * 2 + 1 < halves, stride_half, 0)
     listed = Lists + tl.cast(line, tl.int64) * (count + 2)
     partial = line * 0
     full = line * 0
     for start in tl.range(0, count, WIDTH):
         block = start + tl.arange(0, WIDTH)
-        kind = tl.load(kinds + block * stride_block, mask=block < count, other=0)
+        kind = kinds_at(kinds, block, count, stride_block, second, 0)
         partial += tl.sum((kind == 1).to(tl.int32), 0)
         full += tl.sum((kind == 2).to(tl.int32), 0)
     tl.store(listed, partial)
@@ -41,7 +55,7 @@ def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, co
     next_empty = 2 + partial + full
     for start in tl.range(0, count, WIDTH):
         block = start + tl.arange(0, WIDTH)
-        kind = tl.load(kinds + block * stride_block, mask=block < count, other=3)
+        kind = kinds_at(kinds, block, count, stride_block, second, 3)
         is_partial = (kind == 1).to(tl.int32)
         is_full = (kind == 2).to(tl.int32)
         is_empty = (kind == 0).to(tl.int32)
@@ -51,7 +65,7 @@ def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, co
         next_partial += tl.sum(is_partial, 0)
         next_full += tl.sum(is_full, 0)
         next_empty += tl.sum(is_empty, 0)'''
-"""The kernel that makes lists of the kinds; it runs along the rows or, with the strides exchanged, along the columns of blocks."""
+"""The kernel that makes lists of the kinds; it runs along pairs of rows or, with the strides exchanged, along the columns of blocks."""
 
 
 def blocks_kernel(mask: AttentionSpec) -> Kernel:
@@ -60,7 +74,8 @@ def blocks_kernel(mask: AttentionSpec) -> Kernel:
     for a in mask.aux:
         arguments |= {stride(a.name, d): f"{local(a.name)}.stride({d})" for d in range(a.rank)}
     arguments |= {extent(axis): extent(axis) for axis in mask.axes} | {"M": "M", "N": "N"} | {local(s): local(s) for s in mask.sizes}
-    kernel = Kernel("attention_blocks", "One program: what the mask leaves of one block of BLOCK rows and keys.", arguments, ("BLOCK", "ROWS"), "BLOCKS")
+    kernel = Kernel("attention_blocks", "One program: what the mask leaves of two blocks of FINE rows and BLOCK keys.", arguments,
+                    ("BLOCK", "FINE", "ROWS"), "BLOCKS")
     out = kernel.body
     out.assign("columns", "tl.cdiv(N, BLOCK)")
     out.assign("j0", "tl.program_id(0) % columns * BLOCK")
@@ -69,7 +84,9 @@ def blocks_kernel(mask: AttentionSpec) -> Kernel:
     decode(out, mask.axes, "z")
     out.assign("last", "tl.minimum(first + BLOCK, M)")
     out.assign("j", "j0 + tl.arange(0, BLOCK)")
-    out.assign("seen", "tl.program_id(0) * 0", "visible elements")
+    out.assign("own", "tl.minimum(last - first, FINE)", "rows of the first block")
+    out.assign("rest", "last - first - own")
+    out.assign("seen", "tl.program_id(0) * 0", f"visible elements of the first block, and of the second times {SHARE}")
     scalars = Program(mask, out, inner="i", columns="j")
     edges, decided = _edges(mask, scalars, out)
     pairs = [p for p in map(separable, conjuncts(mask.visible)) if p is not None]
@@ -82,9 +99,11 @@ def blocks_kernel(mask: AttentionSpec) -> Kernel:
             with _if(out, ["certain == 0"] if whole else [], ""):
                 _evaluate(mask, scalars, out)
             if whole:
-                out.assign("seen", "tl.where(certain, (last - first) * BLOCK, seen)")
-    kind = "tl.where(seen == (last - first) * BLOCK, 2, tl.minimum(seen, 1))"
-    out.line(f"tl.store(Kinds + tl.program_id(0), {kind})", "blocks that reach beyond the last key are partial")
+                out.assign("seen", f"tl.where(certain, (own + rest * {SHARE}) * BLOCK, seen)")
+    out.assign("place", "(z * tl.cdiv(M, FINE) + first // FINE) * columns + tl.program_id(0) % columns")
+    for at, seen, rows, there in (("", f"seen % {SHARE}", "own", ""), (" + columns", f"seen // {SHARE}", "rest", ", mask=rest > 0")):
+        out.line(f"tl.store(Kinds + place{at}, tl.where({seen} == {rows} * BLOCK, 2, tl.minimum({seen}, 1)){there})",
+                 "" if at else "blocks that reach beyond the last key are partial")
     return kernel
 
 
@@ -104,7 +123,7 @@ def _evaluate(mask: AttentionSpec, scalars: Program, out: Writer) -> None:
         out.assign("i", "row + tl.arange(0, ROWS)")
         program.enter(out, [mask.visible])
         out.assign("visible", f"{program.tile(mask.visible)} & (i < M)[:, None] & (j < N)[None, :]")
-        out.assign("count", "count + visible.to(tl.int32)")
+        out.assign("count", f"count + visible.to(tl.int32) * tl.where(row < first + FINE, 1, {SHARE})")
     out.assign("seen", "tl.sum(count)")
 
 

@@ -7,7 +7,7 @@ from typing import Sequence
 from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, walk
 from ...region import Problem
-from ...spec import BLOCK, AttentionSpec
+from ...spec import BLOCK, FINE, AttentionSpec
 from ..captured import differentiable_loads, ends
 from ..factors import peel
 from ..philox import HALF_BITS, is_narrow
@@ -187,12 +187,12 @@ def segments(found: Bounds, program: Program, out: Writer, x: str, block: str, s
 def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
     """`segments` for a mask with a run-time summary (`flashfx.codegen.blocks`): assign the list `blocks`, count and partial_tiles; those
     cut by the mask come first. override: a condition under which every tile is visited."""
-    own, lists, length, size, block = ("i", "RowBlocks", "M", "N", "BLOCK_N") if x == "j" else ("j", "KeyBlocks", "N", "M", "BLOCK_M")
+    own, lists, length, size, block, wide = ("i", "RowBlocks", "M", "N", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "N", "M", "BLOCK_M", FINE)
     axes = site.spec.mask().axes
     row = f"({flatten(axes)}) * tl.cdiv({length}, {BLOCK}) + {own}0 // {BLOCK}" if axes else f"{own}0 // {BLOCK}"
-    out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * (tl.cdiv({size}, {BLOCK}) + 2)", "numbers of blocks cut by the mask and fully visible, then the blocks")
-    out.assign("partial_tiles", f"tl.load(blocks) * ({BLOCK} // {block})")
-    out.assign("count", f"partial_tiles + tl.load(blocks + 1) * ({BLOCK} // {block})")
+    out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * (tl.cdiv({size}, {wide}) + 2)", "numbers of blocks cut by the mask and fully visible, then the blocks")
+    out.assign("partial_tiles", f"tl.load(blocks) * ({wide} // {block})")
+    out.assign("count", f"partial_tiles + tl.load(blocks + 1) * ({wide} // {block})")
     out.assign("partial_tiles", "tl.where(count == 0, 1, partial_tiles)")
     out.assign("count", "tl.maximum(count, 1)", "at least one tile, if a hidden one")
     if override:
@@ -203,11 +203,11 @@ def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
 
 def tile_start(site: Site, x: str, t: str, override: str = "") -> str:
     """Where tile number t begins."""
-    block = "BLOCK_N" if x == "j" else "BLOCK_M"
+    block, wide = ("BLOCK_N", BLOCK) if x == "j" else ("BLOCK_M", FINE)
     if not site.listed:
         return f"start + {t} * {block}"
-    split = f"({BLOCK} // {block})"
-    start = f"tl.load(blocks + 2 + {t} // {split}) * {BLOCK} + {t} % {split} * {block}"
+    split = f"({wide} // {block})"
+    start = f"tl.load(blocks + 2 + {t} // {split}) * {wide} + {t} % {split} * {block}"
     return f"tl.where({override}, {t} * {block}, {start})" if override else start
 
 

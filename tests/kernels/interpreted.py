@@ -110,14 +110,14 @@ def test_more_strides(layout):
 
 
 WIDE = (dict(forward=(64, 32, 4, 1), keys=(32, 64, 4, 1), rows=(64, 32, 4, 1), dense=(64, 64, 4, 1)),
-        dict(forward=(32, 128, 4, 1), keys=(128, 32, 4, 1), rows=(32, 128, 4, 1), dense=(128, 64, 4, 1)))
+        dict(forward=(32, 128, 4, 1), keys=(64, 32, 4, 1), rows=(32, 128, 4, 1), dense=(128, 64, 4, 1)))
 """Tiles that divide a block of a summary in different ways."""
 LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked]
 
 
 @pytest.mark.parametrize("variant, kind, dtype", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(LISTED)])
 def test_listed(variant, kind, dtype):
-    """Tiles from a list of 128 x 128 blocks: with tails, and with lengths that every tile divides (no bounds checks)."""
+    """Tiles from lists of blocks of 128 x 128 and 64 x 128: with tails, and with lengths that every tile divides (no bounds checks)."""
     for length, batch in ((290, 2), (256, 1)):
         with overridden(**WIDE[length == 256]):
             run(spec({**CORE, **MORE}[variant], kind), problem(kind, 16, dtype, M=length, heads=1, batch=batch), listed=True).within_budget()
@@ -182,7 +182,7 @@ def test_listed_kinds(variant):
             extents = [*(sizes[s.axes.index(a)] for a in mask.axes), M, N]
             rows, keys = blocks.block_lists(mask, read, extents, torch.empty(0, device="cpu"))
             kinds = blocks.evaluated(mask, read, extents, torch.device("cpu"))
-            assert torch.equal(rows, blocks._listed(kinds)) and torch.equal(keys, blocks._listed(kinds.mT))
+            assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(kinds.mT))
 
 
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
@@ -191,8 +191,9 @@ def test_listed_families(name):
     s = family(FAMILIES[name])
     given = tensors(257, 300, 1)
     aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300]
-    rows, _ = blocks.block_lists(s.mask(), aux, sizes, torch.empty(0, device="cpu"))
-    assert torch.equal(rows, blocks._listed(blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu"))))
+    rows, keys = blocks.block_lists(s.mask(), aux, sizes, torch.empty(0, device="cpu"))
+    kinds = blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu"))
+    assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(kinds.mT))
 
 
 SHAPES = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from flashfx.codegen import blocks, launch, torch_tiled
-from flashfx.codegen.blocks import block_lists, kinds_of, lists_for
+from flashfx.codegen.blocks import block_lists, joined, kinds_of, lists_for
 from flashfx.codegen.selfcheck import inputs
 from flashfx.reference import evaluate, index_grid
-from flashfx.spec import BLOCK, AttentionSpec, EmptyRow
+from flashfx.spec import BLOCK, FINE, AttentionSpec, EmptyRow
 
 from .cases import CORE, MORE, problem, spec
 from .run import run
@@ -24,28 +24,28 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, "interpreting", lambda: False)
 
 
-def brute(s: AttentionSpec, aux, sizes, M: int, N: int) -> torch.Tensor:
-    """Kinds (*extents of the mask's axes, R, C) from every element."""
+def brute(s: AttentionSpec, aux, sizes, M: int, N: int, high: int) -> torch.Tensor:
+    """Kinds (*extents of the mask's axes, lines, C) of blocks of `high` rows from every element."""
     visible = evaluate(s.visible, index_grid(s, sizes, M, N, "cpu"), {a.name: t for a, t in zip(s.aux, aux)}, None, torch.float64)
     visible = visible.expand(*[e if a in s.visible.variables else 1 for a, e in zip(s.axes, sizes)], M, N)
     visible = visible.reshape(*[e for a, e in zip(s.axes, sizes) if a in s.visible.variables], M, N)
-    kinds = torch.zeros(*visible.shape[:-2], -(-M // BLOCK), -(-N // BLOCK), dtype=torch.long)
+    kinds = torch.zeros(*visible.shape[:-2], -(-M // high), -(-N // BLOCK), dtype=torch.long)
     for r in range(kinds.shape[-2]):
         for c in range(kinds.shape[-1]):
-            block = visible[..., r * BLOCK: (r + 1) * BLOCK, c * BLOCK: (c + 1) * BLOCK].flatten(-2)
+            block = visible[..., r * high: (r + 1) * high, c * BLOCK: (c + 1) * BLOCK].flatten(-2)
             kinds[..., r, c] = block.any(-1).long() + (block.all(-1) & ((c + 1) * BLOCK <= N)).long()
     return kinds
 
 
 @pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("M, N", [(300, 400), (128, 256), (1, 130), (257, 129)])
+@pytest.mark.parametrize("M, N", [(300, 400), (128, 256), (1, 130), (257, 129), (330, 64)])
 def test_lists_say_what_every_element_says(name, M, N):
     s, p = spec(DATA[name]), problem("cross", 16, M=M, N=N)
     q, k, _, aux, _, sizes = inputs(s, p)
     rows, keys = lists_for(s, aux, sizes, q, k)
-    kinds = brute(s, aux, sizes, M, N)
+    kinds, fine = brute(s, aux, sizes, M, N, BLOCK), brute(s, aux, sizes, M, N, FINE)
     assert rows.dtype == keys.dtype == torch.int32 and rows.is_contiguous() and keys.is_contiguous()
-    assert torch.equal(kinds_of(rows), kinds) and torch.equal(kinds_of(keys), kinds.mT)
+    assert torch.equal(kinds_of(rows), kinds) and torch.equal(kinds_of(keys), fine.mT) and torch.equal(joined(fine), kinds)
     for part in rows.flatten(0, -2):  # each of the three groups ascends
         a, b = int(part[0]), int(part[0] + part[1])
         for group in (part[2: 2 + a], part[2 + a: 2 + b], part[2 + b:]):
@@ -68,7 +68,7 @@ def test_masks_that_need_no_summary(name):
 def test_nothing_to_summarise(M, N, batch):
     s = spec(CORE["padding"])
     rows, keys = block_lists(s.mask(), [torch.ones(batch, N, dtype=torch.bool)], [batch, M, N], torch.empty(0, device="cpu"))
-    assert rows.shape == (batch, -(-M // BLOCK), 2 + -(-N // BLOCK)) and keys.shape == (batch, -(-N // BLOCK), 2 + -(-M // BLOCK))
+    assert rows.shape == (batch, -(-M // BLOCK), 2 + -(-N // BLOCK)) and keys.shape == (batch, -(-N // BLOCK), 2 + -(-M // FINE))
 
 
 @pytest.mark.parametrize("name", DATA)

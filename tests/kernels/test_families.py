@@ -9,7 +9,7 @@ from flashfx.codegen.ranges import bounds
 from flashfx.codegen.tiles import cut
 from flashfx.expr import parse
 from flashfx.reference import evaluate, index_grid
-from flashfx.spec import BLOCK, AttentionSpec
+from flashfx.spec import BLOCK, FINE, AttentionSpec
 
 GIVEN = {"length": ("int", 1), "prefix": ("int", 1), "start": ("int", 1), "on": ("bool", 1), "width": ("int", 1), "pad": ("bool", 2), "doc": ("int", 2),
          "kind": ("int", 2), "seen": ("bool", 2), "position": ("int", 2), "importance": ("float", 2), "pair": ("bool", 3), "block": ("bool", 2),
@@ -141,6 +141,6 @@ def test_lists_are_exact(name, monkeypatch):
         for b in range(2):
             for h in range(2):
                 at = tuple((b, h)[n] for n in own)
-                some, every = by_tiles(grid[b, h], BLOCK, BLOCK)
-                assert torch.equal(rows[at] > 0, some) and torch.equal(rows[at] == 2, every), name
-                assert torch.equal(keys[at], rows[at].T)
+                for found, high in ((rows[at], BLOCK), (keys[at].T, FINE)):
+                    some, every = by_tiles(grid[b, h], high, BLOCK)
+                    assert torch.equal(found > 0, some) and torch.equal(found == 2, every), name
