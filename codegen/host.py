@@ -13,7 +13,8 @@ from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, rel
 from .schedules import hopper_around, hopper_backward, hopper_forward
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
-from .schedules.hopper_dq import finish_kernel, is_split, turns_shape
+from .schedules.hopper_dq import finish_kernel, turns_shape
+from .schedules.hopper_keys import is_split, starts_long
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
 from .writer import Kernel, Writer, wrapped
 
@@ -130,6 +131,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         if site.one_pass:
             rows = [*(extent(a) if a in spec.q else "1" for a in spec.axes), "M", str(site.D)]
             out.line(f"sum_q = torch.empty({_shape(rows)}, dtype=torch.float32, device=q.device)", "dQ; the next kernel sets it to 0")
+            out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles of keys programs took beside their first; set to 0 too")
             if site.ordered:
                 out.line(f"turns = torch.zeros({turns_shape(site)}, dtype=torch.int32, device=q.device)", "who added last to each tile of rows")
         found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
@@ -197,12 +199,11 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
     allocate_stored(site, out)
-    grid = _grid("KEYS", "BLOCK_N", "N", axes)
-    if hopper_backward.starts_long(site):
+    if starts_long(site):
         row = sum(6 * c.width for c in site.qk_chunks) + sum(2 * c.width for c in site.v_chunks)  # bytes of q, dO and dQ
         rows = f"M * {count(site.other_axes(axes))}" if site.other_axes(axes) else "M"
-        grid = f"long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows} * {row} / 1024)"
-    found["keys"].call(grid, out)
+        out.line(f"together, *_ = long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows} * {row} / 1024)", "batch indices whose tiles start together")
+    found["keys"].call(f"(min({site.programs}, {_grid('KEYS', 'BLOCK_N', 'N', axes)[1:-2]}),)", out)
     if "sum" in found:
         sum_stored(site, found["sum"], out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")

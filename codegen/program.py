@@ -23,7 +23,8 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full do_empty key0 sum_tile Sum Taken blocks partial_tiles average words kept next_qk next_acc next_dp
     next_dv next_dk next_dq
     Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
-    weight parts_of packed_row""".split())
+    weight parts_of packed_row kv kv_empty next_count start_ring before group together tile taken lanes lane is_partial is_first is_last told nth
+    end work keys_told rows_told locate_keys dk_tile dv_tile""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {

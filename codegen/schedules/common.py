@@ -38,7 +38,7 @@ def delta_kernel(site: Site) -> Kernel:
     """What the other kernels need of each row: delta, and the log-sum-exp in powers of two."""
     spec = site.spec
     kernel = Kernel("attention_delta", "delta[z, i] = sum_e dO[z, i, e] * O[z, i, e], which is also sum_j P[z, i, j] * dP[z, i, j]; lse2 = lse * log2(e).",
-                    arguments(site, {"Sum": "sum_q"}), ("BLOCK_M",), "DELTA")
+                    arguments(site, {"Sum": "sum_q", "Taken": "taken"}), ("BLOCK_M",), "DELTA")
     out = kernel.body
     out.assign("tiles", f"tl.cdiv(M, {PADDING}) * ({PADDING} // BLOCK_M)", "with the padding")
     out.assign("z", "tl.program_id(0) // tiles")
@@ -59,6 +59,7 @@ def delta_kernel(site: Site) -> Kernel:
         if spec.empty_row is EmptyRow.NAN:
             out.assign("delta", "tl.where(empty, 0.0, delta)", "their output is NaN")
     if site.one_pass:
+        out.line("tl.store(Taken, 0, mask=tl.program_id(0) == 0)")
         if site.D != site.Dv:
             head_index(site, out, "d")
         out.assign("sum_tile", f"Sum + (tl.cast({flatten(site.axes_of('q'))}, tl.int64) * M + i0) * {site.D}", "where dQ will be added up")

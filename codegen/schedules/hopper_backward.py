@@ -1,33 +1,37 @@
 """Attention's backward pass for Hopper, warp-specialised, in Gluon: one pass over the keys, as FlashAttention-3 (Shah et al. 2024, section 3).
 
-A program holds a tile of keys and goes over the query rows that see it, with the score tile transposed, so that P^T and dS^T feed the
-products dV += P^T dO and dK += dS^T Q from registers. dS goes through shared memory for dQ = dS K, which is added to a float32 buffer
-by the tensor memory accelerator: in no fixed order, so that dQ may differ between runs by rounding. No product is in flight at the end
-of a step: the assembler would serialise those that are.
+A program for each multiprocessor takes tiles of keys, one after the other. It holds one and goes over the query rows that see it, with the score
+tile transposed, so that P^T and dS^T feed the products dV += P^T dO and dK += dS^T Q from registers. dS goes through shared memory for dQ = dS K,
+which is added to a float32 buffer by the tensor memory accelerator: in no fixed order, so that dQ may differ between runs by rounding. No product is
+in flight at the end of a step: the assembler would serialise those that are.
 """
 from __future__ import annotations
 
-from ...expr import QK, Const, Expr, Load, Var
+import functools
+
+from ...expr import QK, Const, Expr, Load
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Site, count, decode, tiles_name
+from ..parts import LOG2E, Chunk, Site, count, tiles_name
 from ..philox import kept_scale, threshold
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, scaled
 from .ends import classify, ended, tight_score
-from .hopper import barriers, block_shape, is_heavy, is_simple, listed_tiles, position, reserve, segments, tile_view, tma_arguments
+from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserve, tile_view, tma_arguments
 from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
-from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, is_split, names, predecessor, sum_dq, turns
+from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
+from .hopper_keys import each_tile, is_split, is_tight, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
+from .hopper_keys import read_late, reserve_numbers, row_at, slot_of
 from .relative import add_ends, beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import cut, groups, last_of_tile
-from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings, step_at
+from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS, PRODUCER_REGISTERS = 240, 24
-SPLIT_REGISTERS = 208, 72
-"""Of a thread of each of two warpgroups with half of the keys, and of the third, which computes dQ."""
+SPLIT_REGISTERS = 208, 64, 32
+"""Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies."""
 
 
 def keys_kernel(site: Site) -> Kernel:
@@ -38,45 +42,17 @@ def keys_kernel(site: Site) -> Kernel:
     halves, keys = (2, HALF) if is_split(site) else (1, "BLOCK_N")
     rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys, "dQ": "BLOCK_M"}
     shared = f", summed over ({', '.join(others)})" if others else ""
-    kernel = WarpSpecialized("attention_backward_keys", f"One program: gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ.",
-                             tma_arguments(site, results, rows) | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
+    kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
+                             tma_arguments(site, results | {"Taken": "taken", "together": "together"}, rows)
+                             | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
-    if starts_long(site):
-        out.assign("y", "tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)", "the keys that most rows see first: short tiles fill the gaps")
-        out.assign("tile", "tl.program_id(1)")
-    else:
-        out.assign("y", "tl.program_id(0) // tiles")
-        out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles" if site.ordered else "tl.program_id(0) % tiles")
-    decode(out, mine, "y")
-    if site.averages:
-        out.assign("average", "tl.load(Averaging + y)")
-    override = "average != 0" if site.averages else ""
-    if site.ordered:
-        predecessor(site, out, override)
-    out.assign("j0", "tile * BLOCK_N")
-    if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
-        out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
-    program = Program(spec, out.section(), inner="i")
-    if site.listed:
-        partial = listed_tiles(site, out, "i", override)
-    else:
-        partial = segments(site.by_keys, program, out, "i", "BLOCK_M", "M", True, True, override)
-        out.assign("count", "tl.cdiv(stop - start, BLOCK_M)")
-    if partial not in ("", "True") and not site.whole:
-        partial = f"{partial} | (j0 + BLOCK_N > N)"
-    elif not partial and not site.whole:
-        partial = "j0 + BLOCK_N > N"
-    steps = f"count * {count(others)}" if others else "count"
-    out.assign("steps", f"tl.maximum({steps}, 1)" if is_tight(site) else steps, "the queries that share these keys, one after the other" if others else "")
-    if not others:
-        out.assign("z", "y")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
     reserve(site, out, "do_ring", "dO", "STAGES", "BLOCK_M")
-    reserve(site, out, "k_tile", "K", halves, keys)
-    reserve(site, out, "v_tile", "V", halves, keys)
+    reserve(site, out, "k_tile", "K", halves * key_tiles(site), keys)
+    reserve(site, out, "v_tile", "V", halves * key_tiles(site), keys)
     for c in site.qk_chunks:
         tile = tiles_name("dQ", c)
         out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [1, {block_shape(site, 'Q', 'BLOCK_M', c)}], {tile}.layout)")
@@ -89,27 +65,22 @@ def keys_kernel(site: Site) -> Kernel:
     reserve_rows(site, out)
     reserve_ends(site, out)
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
-    barriers(out, 1, {"kv_full": 1})
+    reserve_numbers(site, out)
+    barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": halves})
     ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
-    producer = (load_tiles(site, others, halves, HALF), [], 1, PRODUCER_REGISTERS)
+    function, returns = locate(site, mine)
+    partial = partial_tiles(site)
+    call = ", ".join(returns) + " = " + kernel.function(function, ["number"], returns)
+    tiles = functools.partial(each_tile, site)
+    producer = load_tiles(site, others, halves, HALF, call)
     if is_split(site):
-        half, own, few = _accumulate_half(site, partial, others), *SPLIT_REGISTERS
-        kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, others), [], 4, few), producer])
+        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), SPLIT_REGISTERS
+        kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least)])
     else:
-        kernel.start([(_accumulate(site, partial, others), [], WARPS, REGISTERS), producer])
+        kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, REGISTERS), (producer, [], 1, PRODUCER_REGISTERS)])
     return kernel
-
-
-def starts_long(site: Site) -> bool:
-    """Are the first keys seen by most rows (causal masks), and is any order of programs right? Then they start first (`order.long_first`)."""
-    return Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M") and not site.ordered and not site.listed
-
-
-def is_tight(site: Site) -> bool:
-    """Do registers run out unless the loop spares them, at the price of a little time?"""
-    return not is_split(site) or bool(site.spec.visible.loads)
 
 
 def _chain(out: Writer, name: str, found, left, right, start: str) -> None:
@@ -128,6 +99,10 @@ def _scores_and_dp(site: Site, body: Body, out: Writer, rows: str = "BLOCK_N", w
     _issue_scores(site, out, "q")
     out.line("mbarrier.wait(do_full.index(slot), phase)")
     _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
+    row_at(site, out, warps)
+    if not is_split(site):
+        look(site, out)
+    out.assign("i", "i0 + rows")
     _enter(site, body.program, out, rows, warps)
     out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "dP still runs")
 
@@ -145,7 +120,7 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
     beyond_ends(site, classify(site, program, out, ("i0", "BLOCK_M"), ("key0", rows), near=True), out)
 
 
-def _accumulate(site: Site, partial: str, others) -> Partition:
+def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
     spec, nq, nv = site.spec, len(site.qk_chunks), len(site.v_chunks)
     consumer = Partition("sum_keys", "Two warpgroups: one tile of keys against all query rows that see it.")
     out = consumer.body
@@ -158,56 +133,62 @@ def _accumulate(site: Site, partial: str, others) -> Partition:
         out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, {WARPS // 4}], [16, {c.width // (WARPS // 4)}, 16])")
     out.line("keywise: gl.constexpr = gl.SliceLayout(1, scores)")
     out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
-    out.assign("key0", "j0")
-    out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
     out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
-    last_of_tile(site, out, "i", "key0", "BLOCK_N")
-    program = Program(spec, out.section(), inner="i", columns="i", varying=others)
-    body = Body(site, program, transposed=True)
     out.assign("zeros", "gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)")
-    for c in site.qk_chunks:
-        out.assign(f"dk{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dk_layout{c.suffix})")
-        out.assign(f"k{c.suffix}", tile_view("k_tile", c, "0", "BLOCK_N"))
-    for c in site.v_chunks:
-        out.assign(f"v{c.suffix}", tile_view("v_tile", c, "0", "BLOCK_N"))
-        out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
-    start_ends(site, out, "gl.zeros([BLOCK_N], gl.float32, keywise)")
-    with turns(site, out, others):
-        out.assign("i", "i0 + rows")
+    with tiles(out, WARPS):
+        out.assign("key0", "j0")
+        out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
+        last_of_tile(site, out, "i", "key0", "BLOCK_N")
+        program = Program(spec, out.section(), inner="i", columns="i", varying=others)
+        keys_from_rings(site, program)
+        body = Body(site, program, transposed=True)
         for c in site.qk_chunks:
-            out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
+            out.assign(f"dk{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dk_layout{c.suffix})")
+            out.assign(f"k{c.suffix}", tile_view("k_tile", c, "kv", "BLOCK_N"))
         for c in site.v_chunks:
-            out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
-        _scores_and_dp(site, body, out)
-        _weights(site, body, out, partial)
-        for c in site.v_chunks:
-            out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
-            out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
-        out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-        _score_gradient(site, body, out)
-        out.line(f"{ds_tile(site, '0', 'BLOCK_N')}.store(ds)")
-        out.line("fence_async_shared()")
-        out.line("barrier()")
-        store_ds(site, out, [("j0", "0")])
-        for c in site.qk_chunks:
-            out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
-                                             f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
-        out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])", "dQ still runs")
-        out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
-        for c in site.qk_chunks:
-            out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
-                                             f"dk{c.suffix}, is_async=True)")
-        out.assign(names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dq', site.qk_chunks)}])", "dK still runs")
-        add_dq(site, out)
-        out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
-        out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
-        if others:
-            flush_ends(site, out, "tile", "gl.zeros([BLOCK_N], gl.float32, keywise)")
-    if not others:
-        store_ends(site, out, "tile")
-    finish_dq(site, out)
-    out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
-    _store(site, out, "j0", "0", "BLOCK_N")
+            out.assign(f"v{c.suffix}", tile_view("v_tile", c, "kv", "BLOCK_N"))
+            out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
+        start_ends(site, out, "gl.zeros([BLOCK_N], gl.float32, keywise)")
+        with turns(site, out):
+            for c in site.qk_chunks:
+                out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
+            for c in site.v_chunks:
+                out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
+            _scores_and_dp(site, body, out)
+            _weights(site, body, out, partial)
+            for c in site.v_chunks:
+                out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
+                out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
+            out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
+            _score_gradient(site, body, out)
+            out.line(f"{ds_tile(site, '0', 'BLOCK_N')}.store(ds)")
+            out.line("fence_async_shared()")
+            out.line("barrier()")
+            store_ds(site, out, [("j0", "0")])
+            for c in site.qk_chunks:
+                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
+                                                 f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
+            out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])", "dQ still runs")
+            out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
+            for c in site.qk_chunks:
+                out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
+                                                 f"dk{c.suffix}, is_async=True)")
+            out.assign(names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dq', site.qk_chunks)}])", "dK still runs")
+            add_dq(site, out, lambda text: read_late(site, text, WARPS))
+            out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
+            out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+            if others:
+                flush_ends(site, out, "tile", "gl.zeros([BLOCK_N], gl.float32, keywise)")
+        keys_at(site, out, WARPS)
+        if not others:
+            store_ends(site, out, "tile")
+        finish_dq(site, out)
+        if through_dq(site):
+            _store_through_dq(site, out)
+        else:
+            out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
+            _store(site, out, "j0", "kv", "BLOCK_N")
+    out.line("tma.store_wait(0)")
     return consumer
 
 
@@ -236,21 +217,48 @@ def _score_gradient(site: Site, body: Body, out: Writer) -> None:
     out.assign("ds", f"ds.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
 
 
+def _gradients(site: Site) -> tuple[tuple[str, str, str, Chunk, str], ...]:
+    """(name, operand, its tiles, piece, value) of each piece of dV and dK."""
+    dtype, found = f"{tiles_name('Q', site.qk_chunks[0])}.dtype", []
+    for name, operand, pieces, factor in (("dv", "V", site.v_chunks, kept_scale(site.spec.dropout)), ("dk", "K", site.qk_chunks, scaled(site, QK)[1] * left_out(site))):
+        for c in pieces:
+            value = f"{name}{c.suffix}" if factor == 1.0 else f"({name}{c.suffix} * {factor!r})"
+            found.append((name, operand, tiles_name("d" + operand, c), c, f"{value}.to({dtype})"))
+    return tuple(found)
+
+
 def _store(site: Site, out: Writer, first: str, index: str, rows: str | int) -> None:
-    """Store dK and dV through the place of K and V."""
-    dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
-    pairs = (("k", site.qk_chunks, scaled(site, QK)[1] * left_out(site)), ("v", site.v_chunks, kept_scale(site.spec.dropout)))
-    for letter, found, factor in pairs:
-        for c in found:
-            value = f"d{letter}{c.suffix}" if factor == 1.0 else f"(d{letter}{c.suffix} * {factor!r})"
-            out.line(f"{tile_view(f'{letter}_tile', c, index, rows)}.store({value}.to({dtype}))")
+    """Store dV and dK through the place of V and K."""
+    for _, operand, _, c, value in _gradients(site):
+        out.line(f"{tile_view(f'{operand.lower()}_tile', c, index, rows)}.store({value})")
     out.line("fence_async_shared()")
     out.line("barrier()")
-    for letter, found, _ in pairs:
-        for c in found:
-            at = position(site, letter.upper(), first, c)
-            out.line(f"tma.async_copy_shared_to_global({tiles_name('d' + letter.upper(), c)}, {at}, {letter}_tile{c.suffix}.index({index}))")
-    out.line("tma.store_wait(0)")
+    for _, operand, tiles, c, _ in _gradients(site):
+        out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
+    if key_tiles(site) == 1:
+        out.line("tma.store_wait(0)")
+        out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
+
+
+def through_dq(site: Site) -> bool:
+    """Are dV and dK stored one after the other through the place of dQ, which is as large? Then the next keys arrive meanwhile."""
+    return not is_split(site) and site.D == site.Dv
+
+
+def _store_through_dq(site: Site, out: Writer) -> None:
+    out.line("mbarrier.arrive(kv_empty.index(0), count=1)", "the keys and values have been read")
+    for name in ("dv", "dk"):
+        found = [x for x in _gradients(site) if x[0] == name]
+        out.line("tma.store_wait(0)", "what was stored before has left its place")
+        out.line("barrier()")
+        for _, operand, tiles, c, value in found:
+            shape = block_shape(site, operand, "BLOCK_N", c)
+            out.assign(f"{name}_tile{c.suffix}", f"dq_tile{c.suffix}._reinterpret({tiles}.dtype, [{shape}], {tiles}.layout)")
+            out.line(f"{name}_tile{c.suffix}.reshape([BLOCK_N, {c.width}]).store({value})")
+        out.line("fence_async_shared()")
+        out.line("barrier()")
+        for _, operand, tiles, c, _ in found:
+            out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, 'j0', c)}, {name}_tile{c.suffix})")
 
 
 def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLOCK_N", warps: int = WARPS) -> None:
@@ -322,7 +330,7 @@ def in_registers(site: Site) -> str:
     return "kv" if is_simple(site.spec) else "" if is_heavy(site.spec, "keys", max(site.D, site.Dv)) else "v"
 
 
-def _accumulate_half(site: Site, partial: str, others) -> Partition:
+def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
     """A warpgroup with half of the keys: as `_accumulate`, but dS is handed to the warpgroup that computes dQ."""
     spec, nq, nv = site.spec, len(site.qk_chunks), len(site.v_chunks)
     consumer = Partition("sum_keys", f"One warpgroup: {HALF} keys against all query rows that see them.", ("PART",))
@@ -334,48 +342,55 @@ def _accumulate_half(site: Site, partial: str, others) -> Partition:
             out.line(f"{name}_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
     out.line("keywise: gl.constexpr = gl.SliceLayout(1, scores)")
     out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
-    out.assign("key0", f"j0 + PART * {HALF}")
-    out.assign("j", f"key0 + gl.arange(0, {HALF}, keywise)")
     out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
-    last_of_tile(site, out, "i", "key0", HALF)
-    program = Program(spec, out.section(), inner="i", columns="i", varying=others)
-    body = Body(site, program, transposed=True)
     out.assign("zeros", f"gl.zeros([{HALF}, BLOCK_M], gl.float32, scores)")
-    out.line("mbarrier.wait(kv_full.index(0), 0)")
-    for letter, found in (("k", site.qk_chunks), ("v", site.v_chunks)):
-        for c in found:
-            held = ".load(gl.DotOperandLayout(0, scores, 2))" if letter in in_registers(site) else ""
-            out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_tile", c, "PART", HALF) + held)
-            out.assign(f"d{letter}{c.suffix}", f"gl.zeros([{HALF}, {c.width}], gl.float32, d{letter}_layout{c.suffix})")
-    start_ends(site, out, f"gl.zeros([{HALF}], gl.float32, keywise)")
-    with out.block("for step in tl.range(0, steps):"):
-        step_at(site, out, others)
-        out.assign("i", "i0 + rows")
-        for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
+    with tiles(out, 4):
+        out.assign("own", "kv * 2 + PART")
+        out.assign("key0", f"j0 + PART * {HALF}")
+        out.assign("j", f"key0 + gl.arange(0, {HALF}, keywise)")
+        last_of_tile(site, out, "i", "key0", HALF)
+        program = Program(spec, out.section(), inner="i", columns="i", varying=others)
+        keys_from_rings(site, program)
+        body = Body(site, program, transposed=True)
+        for letter, found in (("k", site.qk_chunks), ("v", site.v_chunks)):
             for c in found:
-                out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
-        _scores_and_dp(site, body, out, str(HALF), 4)
-        _weights(site, body, out, partial, str(HALF), 4)
-        for c in site.v_chunks:
-            out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
-            out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
-        out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-        _score_gradient(site, body, out)
-        for c in site.qk_chunks:
-            out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
-                                             f"dk{c.suffix}, is_async=True)")
-        out.line("mbarrier.wait(ds_empty.index(slot), phase ^ 1)")
-        out.line(f"{ds_tile(site, 'slot * 2 + PART', HALF)}.store(ds)")
-        out.line("fence_async_shared()")
-        out.line("mbarrier.arrive(ds_full.index(slot), count=1)")
-        out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])")
-        out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
-        out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
-        out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
-        if others:
-            flush_ends(site, out, "tile * 2 + PART", f"gl.zeros([{HALF}], gl.float32, keywise)")
-    if not others:
-        store_ends(site, out, "tile * 2 + PART")
-    out.line("mbarrier.wait(ds_empty.index((steps - 1) % STAGES), (steps - 1) // STAGES & 1)", "dQ has read the keys: their place takes the gradients")
-    _store(site, out, "key0", "PART", HALF)
+                held = ".load(gl.DotOperandLayout(0, scores, 2))" if letter in in_registers(site) else ""
+                out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_tile", c, "own", HALF) + held)
+                out.assign(f"d{letter}{c.suffix}", f"gl.zeros([{HALF}, {c.width}], gl.float32, d{letter}_layout{c.suffix})")
+        start_ends(site, out, f"gl.zeros([{HALF}], gl.float32, keywise)")
+        with out.block("for at in tl.range(before, end):"):
+            slot_of(out)
+            for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
+                for c in found:
+                    out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
+            _scores_and_dp(site, body, out, str(HALF), 4)
+            _weights(site, body, out, partial, str(HALF), 4)
+            for c in site.v_chunks:
+                out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
+                out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
+            out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
+            _score_gradient(site, body, out)
+            for c in site.qk_chunks:
+                out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
+                                                 f"dk{c.suffix}, is_async=True)")
+            out.line("mbarrier.wait(ds_empty.index(slot), phase ^ 1)")
+            out.line(f"{ds_tile(site, 'slot * 2 + PART', HALF)}.store(ds)")
+            out.line("fence_async_shared()")
+            out.line("mbarrier.arrive(ds_full.index(slot), count=1)")
+            out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])")
+            out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
+            out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
+            out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+            out.line("tma.store_wait(0)", "the gradients before these have left their place")
+            out.line("mbarrier.arrive(kv_empty.index(1 - kv), count=1, pred=(is_first != 0) & (at > 0))")
+            if others:
+                flush_ends(site, out, "tile * 2 + PART", f"gl.zeros([{HALF}], gl.float32, keywise)")
+        keys_at(site, out, 4)
+        if not others:
+            store_ends(site, out, "tile * 2 + PART")
+        out.assign("at", "end - 1")
+        slot_of(out)
+        out.line("mbarrier.wait(ds_empty.index(slot), phase)", "dQ has read the keys: their place takes the gradients")
+        _store(site, out, f"j0 + PART * {HALF}", "own", HALF)
+    out.line("tma.store_wait(0)")
     return consumer

@@ -2,34 +2,24 @@
 
 In order, the last keys add first. A number in memory for each tile of rows says who added last. Nobody reads what others added: the sums
 are formed in the L2 cache, where the number is too, and it is written when the addition is complete, so that no fence is needed (two in
-each step took a tenth of the time). Programs start in the order of their numbers and the last keys have the least, so a program waits
-only for one that runs already; under a causal mask it need not wait at all, for the tile of keys before it came to these rows two steps
-earlier (flash-attention's deterministic mode orders tiles so too). Who comes before whom is known without a list where the rows that see
-a tile of keys begin and end the later, the later its keys: its predecessor is the next tile of keys.
+each step took a tenth of the time). Programs take all tiles from the counter, in the order of their numbers, and the last keys have the least,
+so a program waits only for one that runs already; under a causal mask it need not wait at all, for the tile of keys before it came to
+these rows two steps earlier (flash-attention's deterministic mode orders tiles so too). Who comes before whom is known without a list where
+the rows that see a tile of keys begin and end the later, the later its keys: its predecessor is the next tile of keys.
 """
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import Callable
 
-from ...expr import QK, Var
+from ...expr import QK
 from ..gluon import Partition
 from ..parts import Site, count, flatten, tiles_name
-from ..program import Program
 from ..writer import Kernel, Writer
 from .common import scaled
-from .hopper import position, segments, tile_view
+from .hopper import position, tile_view
 from .hopper_captured import left_out, store_ds, stored_load
-from .hopper_producer import step_at
-
-
-def predecessor(site: Site, out: Writer, override: str) -> None:
-    """Assign first_before and last_before, between which rows are visited by the next tile of keys too, which adds to them first."""
-    out.assign("j0", "(tile + 1) * BLOCK_N", "the tile of keys that comes first")
-    if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
-        out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
-    segments(site.by_keys, Program(site.spec, out.section(), inner="i"), out, "i", "BLOCK_M", "M", True, True, override)
-    out.assign("first_before", "start")
-    out.assign("last_before", "tl.where(j0 < N, stop, 0)")
+from .hopper_keys import HALF, row_at, slot_of
 
 
 def turns_shape(site: Site) -> str:
@@ -39,11 +29,10 @@ def turns_shape(site: Site) -> str:
 
 
 def look(site: Site, out: Writer) -> None:
-    """At the start of a step: whose turn is it at its rows?"""
+    """When the rows of a step are known: whose turn is it there?"""
     if site.ordered:
         out.assign("turn", f"Turns + ({flatten(site.axes_of('q'))}) * tl.cdiv(M, BLOCK_M) + i0 // BLOCK_M")
         out.assign("seen", "gl.load(turn, volatile=True)")
-        out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
 
 
 def await_turn(site: Site, out: Writer) -> None:
@@ -52,7 +41,7 @@ def await_turn(site: Site, out: Writer) -> None:
             out.assign("seen", "gl.load(turn, volatile=True)")
 
 
-ADDED = "gl.inline_asm_elementwise('cp.async.bulk.wait_group 0; mov.b32 $0, $1;', '=r,r', [steps], dtype=gl.int32, is_pure=False, pack=1)"
+ADDED = "gl.inline_asm_elementwise('cp.async.bulk.wait_group 0; mov.b32 $0, $1;', '=r,r', [end], dtype=gl.int32, is_pure=False, pack=1)"
 """Waits until what this thread's bulk copies add is in memory: Gluon's own wait is for their source alone."""
 
 
@@ -70,16 +59,6 @@ def pass_on(site: Site, out: Writer, after: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- dQ
 
-HALF = 64
-"""Keys of each of two warpgroups where a third computes dQ."""
-
-
-def is_split(site: Site) -> bool:
-    """Three warpgroups: two with half of the keys each, which drift apart so that one multiplies while the other takes exponentials, and one
-    for dQ. Only heads up to 64 leave it the registers."""
-    return max(site.D, site.Dv) <= 64
-
-
 def names(prefix: str, found) -> str:
     return ", ".join(prefix + c.suffix for c in found)
 
@@ -89,20 +68,21 @@ def ds_tile(site: Site, index: str, keys: str | int) -> str:
     return f"ds_tile.index({index}).reshape([BLOCK_M, {keys}]).permute((1, 0))" if stored_load(site) else f"ds_tile.index({index})"
 
 
-def add_dq(site: Site, out: Writer) -> None:
+def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str) -> None:
+    """coordinates: rewrites those of the tile."""
     if site.ordered:
         out.assign("added", ADDED, "dQ of the step before is in memory")
     else:
         out.line("tma.store_wait(0)", "dQ of the step before has left its place")
     out.line("barrier()")
-    pass_on(site, out, "step > 0")
+    pass_on(site, out, "is_first == 0")
     for c in site.qk_chunks:
         out.line(f"{tile_view('dq_tile', c, '0', 'BLOCK_M')}.store(dq{c.suffix})")
     out.line("fence_async_shared()")
     await_turn(site, out)
     out.line("barrier()")
     for c in site.qk_chunks:
-        out.line(f"reduce_add({tiles_name('dQ', c)}, {position(site, 'Q', 'i0', c)}, dq_tile{c.suffix}.index(0))")
+        out.line(f"reduce_add({tiles_name('dQ', c)}, {coordinates(position(site, 'Q', 'i0', c))}, dq_tile{c.suffix}.index(0))")
     if site.ordered:
         out.assign("previous", "turn")
 
@@ -115,37 +95,38 @@ def finish_dq(site: Site, out: Writer) -> None:
 
 
 @contextmanager
-def turns(site: Site, out: Writer, others):
-    """Of a warpgroup that adds to dQ: the loop over row tiles, once the keys have arrived."""
-    out.line("mbarrier.wait(kv_full.index(0), 0)")
+def turns(site: Site, out: Writer):
+    """Of a warpgroup that adds to dQ: the loop over row tiles."""
     if site.ordered:
         out.assign("previous", "Turns")
-    with out.block("for step in tl.range(0, steps):"):
-        step_at(site, out, others)
-        look(site, out)
+    with out.block("for at in tl.range(before, end):"):
+        slot_of(out)
         yield
 
 
-def sum_dq(site: Site, others) -> Partition:
+def sum_dq(site: Site, tiles) -> Partition:
     """The warpgroup that computes dQ."""
     adder = Partition("sum_dq", "One warpgroup: the share of dQ of all keys of this tile, row tile by row tile.")
     out, chunks = adder.body, site.qk_chunks
     for c in chunks:
         out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
-    with turns(site, out, others):
-        out.line("mbarrier.wait(ds_full.index(slot), phase)")
-        store_ds(site, out, [("j0", "slot * 2"), (f"j0 + {HALF}", "slot * 2 + 1")])
-        for c in chunks:
-            for n in range(2):
-                start = f"next_dq{c.suffix}, is_async=True" if n else f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True"
-                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, f'slot * 2 + {n}', HALF)}.permute((1, 0)), {tile_view('k_tile', c, str(n), HALF)}, {start})")
-        out.assign(names("dq", chunks), f"warpgroup_mma_wait(0, [{names('next_dq', chunks)}])")
-        if stored_load(site):
-            out.line("tma.store_wait(0)")
-            out.line("barrier()", "dS has left its place")
-        out.line("mbarrier.arrive(ds_empty.index(slot), count=1)")
-        add_dq(site, out)
-    finish_dq(site, out)
+    with tiles(out, 4):
+        with turns(site, out):
+            out.line("mbarrier.wait(ds_full.index(slot), phase)")
+            row_at(site, out, 4)
+            look(site, out)
+            store_ds(site, out, [("j0", "slot * 2"), (f"j0 + {HALF}", "slot * 2 + 1")])
+            for c in chunks:
+                for n in range(2):
+                    start = f"next_dq{c.suffix}, is_async=True" if n else f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True"
+                    out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, f'slot * 2 + {n}', HALF)}.permute((1, 0)), {tile_view('k_tile', c, f'kv * 2 + {n}', HALF)}, {start})")
+            out.assign(names("dq", chunks), f"warpgroup_mma_wait(0, [{names('next_dq', chunks)}])")
+            if stored_load(site):
+                out.line("tma.store_wait(0)")
+                out.line("barrier()", "dS has left its place")
+            out.line("mbarrier.arrive(ds_empty.index(slot), count=1)")
+            add_dq(site, out)
+        finish_dq(site, out)
     out.line("tma.store_wait(0)")
     return adder
 

@@ -83,12 +83,14 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven), 8), (m // ROWS * 4, 8)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     split = max(problem.D, problem.Dv) <= 64
-    found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(1, n, q) + _tiles(1, n, v) + _tiles(1, m, q, 4)
+    keys = 2 if split else 1  # tiles of them
+    found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + _tiles(1, m, q, 4)
     found += [((stages if split else 1) * 2 * m * n, 1024)] + _captured_tiles(spec, m, n, stages, tiled)
     if not counted:
         rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
         sums = 8 * n * (not split) * sum(map(ends, spec.score.loads))  # beyond the ends of tables
-        return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + 2048
+        by_key = sum("j" in load.variables and "i" not in load.variables for load in spec.loads)  # vectors of 8 bytes an element at most
+        return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + keys * 8 * n * by_key + 2048
     found += [(stages * 4 * m, 16)] * 2 + [(BARRIER, 16)] + [(stages * BARRIER, 16)] * (6 if split else 4)
     return stacked([*found, (_backward_handed(spec, problem, tiled, split, stored), 8), (12 if split else 4, 8)])
 

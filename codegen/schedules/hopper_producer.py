@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from ...expr import BOOL, FLOAT, Load
 from ..gluon import Partition
-from ..parts import Site, decode, flatten, local
+from ..parts import Site, local
 from ..program import Program
 from ..writer import Writer
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
+from .hopper_keys import await_place, each_row, each_tile_ahead, tell_keys, tell_row
 
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
@@ -47,51 +48,51 @@ def rows_from_rings(site: Site, program: Program) -> None:
         program.body.names[load] = f"({text} != 0)" if load.kind == BOOL else text
 
 
-def step_at(site: Site, out: Writer, others) -> None:
-    """Where step `step` is: first row i0 and batch index z."""
-    if others:
-        out.assign("g", "step // count")
-        decode(out, others, "g")
-        out.assign("z", flatten(site.spec.axes))
-        out.assign("t", "step % count")
-    else:
-        out.assign("t", "step")
-    out.assign("i0", tile_start(site, "i", "t", "average != 0" if site.averages else ""))
-    out.assign("slot", "step % STAGES")
-    out.assign("phase", "step // STAGES & 1")
-
-
-def load_tiles(site: Site, others, halves: int, half: int) -> Partition:
-    """halves: tiles of `half` keys each, or one of BLOCK_N."""
-    producer = Partition("load_rows", "One warp: copies the tile of keys and values, then query rows, their output's gradients and what else belongs to a row.")
+def load_tiles(site: Site, others, halves: int, half: int, call: str) -> Partition:
+    """halves: tiles of `half` keys each, or one of BLOCK_N. call: says where a tile of keys is."""
+    producer = Partition("load_rows", "One warp: copies tiles of keys and values, and for each the query rows that see it and what belongs to them.")
     out = producer.body
+    out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
+    with each_tile_ahead(site, out, call, others) as partial:
+        program = Program(site.spec, out.section(), inner="i", columns="i", varying=others)
+        with each_row(site, out, others):
+            out.assign("i0", tile_start(site, "i", "t", "average != 0" if site.averages else ""))
+            _load_rows(site, program, out, halves, half, partial)
+            with out.block("if at == before:", "behind the first rows: those before them still read the keys"):
+                _load_keys(site, program, out, halves, half)
+    return producer
+
+
+def _load_keys(site: Site, program: Program, out: Writer, halves: int, half: int) -> None:
+    await_place(site, out)
     wide = sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
-    out.line(f"mbarrier.expect(kv_full.index(0), BLOCK_N * {wide * 2})")
+    out.line(f"mbarrier.expect(kv_full.index(kv), BLOCK_N * {wide * 2})")
     for n in range(halves):
         for operand in ("K", "V"):
-            read_by_tma(site, out, operand, f"j0 + {n * half}" if n else "j0", "BLOCK_N", "kv_full.index(0)", f"{operand.lower()}_tile", str(n), expect=False)
-    out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
-    program = Program(site.spec, out.section(), inner="i", columns="i", varying=others)
-    with out.block("for step in tl.range(0, steps):"):
-        step_at(site, out, others)
-        out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
-        out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z')} + i)")
-        out.assign("delta", f"tl.load(Delta + {padded_rows('z')} + i)")
-        if left_out(site) != 1.0:
-            out.assign("delta", f"delta * {1.0 / left_out(site)!r}", "dS and what it is subtracted from, over dropout's factor")
-        if site.averages:
-            mean_share(site, out)
-            out.assign("lse2", "tl.where(mean > 0.0, -tl.log2(mean), lse2)")
-        program.enter(out, row_loads(site))
-        found = {row_ring(site, load): program.value(load) + ".to(tl.int32)" * (load.kind == BOOL) for load in row_loads(site)}
-        out.line("mbarrier.wait(q_empty.index(slot), phase ^ 1)")
-        wide = sum(c.width for c in site.qk_chunks)
-        out.line(f"mbarrier.expect(q_full.index(slot), BLOCK_M * {wide * 2}{tile_bytes(site)})")
-        read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot", expect=False)
-        read_tiles(site, out, "q_full", halves, keys=half)
-        for name, value in ({"lse2_ring": "lse2", "delta_ring": "delta"} | ({"mean_ring": "mean"} if site.averages else {}) | found).items():
-            out.line(f"{name}.index(slot).store({value})")
-        out.line("mbarrier.arrive(q_full.index(slot), count=1)")
-        out.line("mbarrier.wait(do_empty.index(slot), phase ^ 1)")
-        read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")
-    return producer
+            place = f"kv * {halves} + {n}" if halves > 1 else "kv"
+            read_by_tma(site, out, operand, f"j0 + {n * half}" if n else "j0", "BLOCK_N", "kv_full.index(kv)", f"{operand.lower()}_tile", place, expect=False)
+    tell_keys(site, out, program)
+
+
+def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int, partial: str) -> None:
+    out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
+    out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z')} + i)")
+    out.assign("delta", f"tl.load(Delta + {padded_rows('z')} + i)")
+    if left_out(site) != 1.0:
+        out.assign("delta", f"delta * {1.0 / left_out(site)!r}", "dS and what it is subtracted from, over dropout's factor")
+    if site.averages:
+        mean_share(site, out)
+        out.assign("lse2", "tl.where(mean > 0.0, -tl.log2(mean), lse2)")
+    program.enter(out, row_loads(site))
+    found = {row_ring(site, load): program.value(load) + ".to(tl.int32)" * (load.kind == BOOL) for load in row_loads(site)}
+    out.line("mbarrier.wait(q_empty.index(slot), phase ^ 1)")
+    wide = sum(c.width for c in site.qk_chunks)
+    out.line(f"mbarrier.expect(q_full.index(slot), BLOCK_M * {wide * 2}{tile_bytes(site)})")
+    read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot", expect=False)
+    read_tiles(site, out, "q_full", halves, keys=half)
+    tell_row(site, out, partial)
+    for name, value in ({"lse2_ring": "lse2", "delta_ring": "delta"} | ({"mean_ring": "mean"} if site.averages else {}) | found).items():
+        out.line(f"{name}.index(slot).store({value})")
+    out.line("mbarrier.arrive(q_full.index(slot), count=1)")
+    out.line("mbarrier.wait(do_empty.index(slot), phase ^ 1)")
+    read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")

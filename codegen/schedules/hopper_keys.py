@@ -1,0 +1,296 @@
+"""Of the Hopper backward: which tile of keys comes next, and what its partitions know of it.
+
+There is a program for each multiprocessor, and each takes the next tile from a counter. Its one warp that copies is ahead of the others: while they
+end a tile, query rows of the next arrive, and its keys where shared memory has room for two tiles. It alone knows which rows see a tile of keys; it
+tells the others where each step is through rings in shared memory.
+"""
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+
+from ...expr import BOOL, FLOAT, Load, Var
+from ..gluon import Partition
+from ..parts import Site, count, decode, flatten
+from ..program import Program, local
+from ..writer import Writer
+from .hopper import listed_tiles, segments
+
+MOST = 6
+"""Loads by key that get a ring, 8 bytes an element at most; the warpgroups load the others themselves."""
+HALF = 64
+"""Keys of each of two warpgroups where a third computes dQ."""
+
+
+PLACE = "(at.to(tl.uint32) % (2 * STAGES)).to(tl.int32)"
+"""Of a step among the numbers that are told of it: the warpgroup of dQ still reads one when the others have left the rows of the next step."""
+
+
+def is_split(site: Site) -> bool:
+    """Three warpgroups: two with half of the keys each, which drift apart so that one multiplies while the other takes exponentials, and one
+    for dQ. Only heads up to 64 leave it the registers."""
+    return max(site.D, site.Dv) <= 64
+
+
+def is_tight(site: Site) -> bool:
+    """Do registers run out unless the loop spares them, at the price of a little time?"""
+    return not is_split(site) or bool(site.spec.visible.loads)
+
+
+def key_tiles(site: Site) -> int:
+    """Tiles of keys in shared memory."""
+    return 2 if is_split(site) else 1
+
+
+def starts_long(site: Site) -> bool:
+    """Are the first keys seen by most rows (causal masks), and is any order of tiles right? Then they start first (`order.long_first`)."""
+    return Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M") and not site.ordered and not site.listed
+
+
+def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
+    """The function that says where a tile is, and the names of what it returns."""
+    function = Partition("locate_keys", "A tile of keys by number: batch index and first key.")
+    out = function.body
+    if starts_long(site):
+        out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps")
+        out.assign("y", "group * together + number % together")
+        out.assign("tile", "number // together % tiles")
+    else:
+        out.assign("y", "number // tiles")
+        out.assign("tile", "tiles - 1 - number % tiles" if site.ordered else "number % tiles")
+    decode(out, mine, "y")
+    out.assign("j0", "tile * BLOCK_N")
+    return function, ["y", *(local(a) for a in mine), "tile", "j0"]
+
+
+def partial_tiles(site: Site) -> str:
+    """The condition of a tile that the mask cuts, or that reaches beyond the last key; "" if there is none, "True" if all count as such."""
+    found = site.by_keys
+    if not site.listed and found.is_total and site.whole:
+        return ""
+    return "is_partial != 0" if site.listed or found.has_full or found.is_total else "True"
+
+
+def _segments(site: Site, out: Writer) -> str:
+    """Assign the range of rows that see a tile of keys; returns the condition of a partial tile of them, by position."""
+    if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
+        out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
+    return segments(site.by_keys, Program(site.spec, out.section(), inner="i"), out, "i", "BLOCK_M", "M", True, True, "average != 0" if site.averages else "")
+
+
+def _rows(site: Site, out: Writer) -> str:
+    """As `_segments`, or from a list; and count, the number of tiles."""
+    if site.averages:
+        out.assign("average", "tl.load(Averaging + y)")
+    if site.ordered:
+        _predecessor(site, out)
+    if site.listed:
+        partial = listed_tiles(site, out, "i", "average != 0" if site.averages else "")
+    else:
+        partial = _segments(site, out)
+        out.assign("count", "tl.cdiv(stop - start, BLOCK_M)")
+    return partial if site.whole else f"{partial} | (j0 + BLOCK_N > N)" if partial else "(j0 + BLOCK_N > N)"
+
+
+def _predecessor(site: Site, out: Writer) -> None:
+    """Assign first_before and last_before, between which rows are visited by the next tile of keys too, which adds to dQ first."""
+    out.assign("j0", "(tile + 1) * BLOCK_N", "the tile of keys that comes first")
+    _segments(site, out)
+    out.assign("first_before", "start")
+    out.assign("last_before", "tl.where(j0 < N, stop, 0)")
+    out.assign("j0", "tile * BLOCK_N")
+
+
+def key_loads(site: Site) -> list[Load]:
+    """Captured tensors read at the key alone, which the one warp reads for the others."""
+    mine = {"j", *site.axes_of("k", "v")}
+    return [load for load in site.spec.loads if "j" in load.variables and load.variables & {"i", *site.spec.axes} <= mine][:MOST]
+
+
+def _key_ring(site: Site, load: Load) -> str:
+    return f"key_ring_{key_loads(site).index(load)}"
+
+
+def keys_from_rings(site: Site, program: Program) -> None:
+    """Let the program read key vectors where it names them: registers are what it lacks."""
+    for load in key_loads(site):
+        text = f"{_key_ring(site, load)}.index(kv){f'.slice(PART * {HALF}, {HALF})' * is_split(site)}.load(keywise)"
+        program.outer.names[load] = f"({text} != 0)" if load.kind == BOOL else text
+
+
+def reserve_numbers(site: Site, out: Writer) -> None:
+    for load in key_loads(site):
+        dtype = {FLOAT: "gl.float32", BOOL: "gl.int32"}.get(load.kind, f"{local(load.name)}_ptr.dtype.element_ty")
+        out.assign(_key_ring(site, load), f"gl.allocate_shared_memory({dtype}, [{key_tiles(site)}, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+    # the warpgroup of dQ still reads a place when the others have left the rows of the next step
+    for name, numbers in (("keys_told", str(key_tiles(site) * len(_keys_told(site)))), ("rows_told", f"2 * STAGES * {len(_rows_told(site))}")):
+        out.assign(name, f"gl.allocate_shared_memory(gl.int32, [{numbers}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+
+
+def _keys_told(site: Site) -> list[str]:
+    """Numbers that the warp that copies tells of a tile of keys."""
+    return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v"))]
+
+
+def _rows_told(site: Site) -> list[str]:
+    """Numbers that it tells of a step. told: the first row, and in its lowest bits whether the mask cuts the tile, whether it is the last of batch index z, and
+    the first of a tile of keys. wanted: whose turn it must be at these rows, where there is an order."""
+    others = site.other_axes(site.axes_of("k", "v"))
+    return ["told", *(["z", *map(local, others)] if others else []), *(["wanted"] if site.ordered else [])]
+
+
+def _number(site: Site, name: str, warps: int) -> str:
+    """One of them, as the other warps read it."""
+    keys, rows = _keys_told(site), _rows_told(site)
+    array, at = ("keys_told", f"kv * {len(keys)} + {keys.index(name)}") if name in keys else ("rows_told", f"{PLACE} * {len(rows)} + {rows.index(name)}")
+    return f"gl.max({array}.index({at}).load(gl.BlockedLayout([1], [32], [{warps}], [0])), 0)"
+
+
+def _tell(out: Writer, array: str, place: str, numbers: list[str]) -> None:
+    for n, name in enumerate(numbers):
+        out.line(f"{array}.index({place} * {len(numbers)} + {n}).store(gl.full([1], {name}, gl.int32, lane))")
+
+
+def _place(site: Site, nth: str) -> tuple[str, str]:
+    """Place and phase of the keys of the nth tile."""
+    tiles = key_tiles(site)
+    return ("0", f"{nth} & 1") if tiles == 1 else (f"{nth} & 1", f"{nth} >> 1 & 1")
+
+
+# ------------------------------------------------------------------------------------------------------ the warpgroups
+
+@contextmanager
+def each_tile(site: Site, out: Writer, warps: int):
+    """Of a warpgroup (or two together): the loop over tiles of keys, once they have arrived."""
+    def arrived() -> None:
+        place, phase = _place(site, "nth")
+        out.assign("kv", place)
+        out.line(f"mbarrier.wait(kv_full.index(kv), {phase})")
+        out.assign("tile", _number(site, "tile", warps))
+    out.assign("nth", "0")
+    out.assign("before", "0", "counts steps over all tiles of keys")
+    arrived()
+    with out.block("while tile >= 0:"):
+        keys_at(site, out, warps)
+        steps = _number(site, "steps", warps)
+        out.assign("end", f"before + {f'tl.maximum({steps}, 1)' if is_tight(site) else steps}")
+        yield
+        out.assign("before", "end")
+        out.assign("nth", "nth + 1")
+        arrived()
+
+
+def keys_at(site: Site, out: Writer, warps: int) -> None:
+    """Assign where the tile of keys is. Behind the loop over rows once more: registers that hold it meanwhile are what that loop lacks."""
+    for name in _keys_told(site):
+        if name != "steps":
+            out.assign(name, _number(site, name, warps))
+    out.assign("j0", "tile * BLOCK_N")
+    if not site.other_axes(site.axes_of("k", "v")):
+        out.assign("z", "y")
+
+
+def row_at(site: Site, out: Writer, warps: int) -> None:
+    """Assign where a step is that has begun, and whether the mask cuts the tile."""
+    for name in _rows_told(site):
+        out.assign(name, _number(site, name, warps))
+    out.assign("is_partial", "told & 1")
+    if "z" in _rows_told(site):
+        out.assign("is_last", "told & 2", "of the rows of this z")
+    out.assign("is_first", "told & 4", "of a tile of keys")
+    out.assign("i0", "told & -8")
+
+
+def read_late(site: Site, text: str, warps: int) -> str:
+    """Coordinates with batch indices read from shared memory where they are named."""
+    for name in (*_keys_told(site), *_rows_told(site)):
+        text = re.sub(rf"\b{name}\b", _number(site, name, warps), text)
+    return text
+
+
+# -------------------------------------------------------------------------------------------------------- the one warp
+
+@contextmanager
+def each_tile_ahead(site: Site, out: Writer, call: str, others):
+    """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
+    out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+    out.assign("work", f"tiles * {count(site.axes_of('k', 'v'))}")
+    out.assign("number", "gl.atomic_add(Taken, 1)" if site.ordered else "tl.program_id(0)")
+    out.assign("nth", "0")
+    out.assign("before", "0", "counts steps over all tiles of keys")
+    with out.block("while number < work:"):
+        out.line(call)
+        partial = _rows(site, out)
+        out.assign("steps", f"count * {count(others)}" if others else "count")
+        out.assign("end", "before + steps")
+        if not others:
+            out.assign("z", "y")
+        yield partial
+        out.assign("before", "end")
+        out.assign("nth", "nth + 1")
+        _take_next(site, out)
+    await_place(site, out)
+    out.assign("tile", "-1", "no tile is left")
+    tell_keys(site, out)
+
+
+@contextmanager
+def each_row(site: Site, out: Writer, others):
+    """Of the warp that copies: the loop over tiles of rows that see a tile of keys, of each batch index that shares it, one after the other."""
+    if others:
+        out.assign("g", "0")
+        out.assign("t", "0")
+    with out.block("for at in tl.range(before, end):"):
+        if others:
+            decode(out, others, "g")
+            out.assign("z", flatten(site.spec.axes))
+            out.assign("is_last", "(t + 1 == count).to(tl.int32)", "of the rows of this z")
+        else:
+            out.assign("t", "at - before")
+        slot_of(out)
+        yield
+        if others:
+            out.assign("g", "g + is_last")
+            out.assign("t", "tl.where(is_last != 0, 0, t + 1)")
+
+
+def slot_of(out: Writer) -> None:
+    """Place of a step in the rings, and phase."""
+    out.assign("slot", "(at.to(tl.uint32) % STAGES).to(tl.int32)", "unsigned: the compiler would keep multiples of a signed count in registers")
+    out.assign("phase", "(at.to(tl.uint32) // STAGES & 1).to(tl.int32)")
+
+
+def await_place(site: Site, out: Writer) -> None:
+    """Wait for the place of a tile of keys."""
+    place, phase = _place(site, "nth")
+    out.assign("kv", place)
+    out.line(f"mbarrier.wait(kv_empty.index(kv), ({phase}) ^ 1)")
+
+
+def tell_keys(site: Site, out: Writer, rows: Program | None = None) -> None:
+    """Tell what belongs to a tile of keys: where it is, how many steps it has, and captured vectors read at the key alone. rows: what reads the others;
+    None: no tile is left, nothing is copied."""
+    _tell(out, "keys_told", "kv", _keys_told(site) if rows else ["tile"])
+    if loads := key_loads(site) if rows else []:
+        out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
+        program = Program(site.spec, out.section(), inner="i", columns="i", beside=rows)
+        for load in loads:
+            out.line(f"{_key_ring(site, load)}.index(kv).store({program.value(load)}{'.to(tl.int32)' * (load.kind == BOOL)})")
+    out.line(f"mbarrier.arrive(kv_full.index(kv), count={1 if rows else 2})")
+
+
+def _take_next(site: Site, out: Writer) -> None:
+    """The next tile, when the rows of this one are on their way: others may be free sooner. The last to take one leaves the counter as it was."""
+    first = "" if site.ordered else "tl.num_programs(0) + "
+    out.assign("number", f"{first}gl.atomic_add(Taken, 1)")
+    out.line("tl.store(Taken, 0, mask=number + 1 == tl.num_programs(0) + work)")
+
+
+def tell_row(site: Site, out: Writer, partial: str) -> None:
+    """Tell where a step is: rows begin at multiples of BLOCK_M, so that the lowest bits are free."""
+    flag = f" + ({partial}).to(tl.int32)" if partial and partial_tiles(site) not in ("", "True") else ""
+    last = " + is_last * 2" * ("z" in _rows_told(site))
+    out.assign("told", f"i0{flag}{last} + (at == before).to(tl.int32) * 4")
+    if site.ordered:
+        out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
+    _tell(out, "rows_told", PLACE, _rows_told(site))
