@@ -139,16 +139,20 @@ def _rows_told(site: Site) -> list[str]:
     return ["told", *(["z", *map(local, others)] if others else []), *(["wanted"] if site.ordered else [])]
 
 
+def _told_at(site: Site, name: str) -> str:
+    """Where one of them lies in shared memory, for the warp that tells it and for those that read it."""
+    array, place, names = ("keys_told", "kv", _keys_told(site)) if name in _keys_told(site) else ("rows_told", PLACE, _rows_told(site))
+    return f"{array}.index({place} * {len(names)} + {names.index(name)})"
+
+
 def _number(site: Site, name: str, warps: int) -> str:
     """One of them, as the other warps read it."""
-    keys, rows = _keys_told(site), _rows_told(site)
-    array, at = ("keys_told", f"kv * {len(keys)} + {keys.index(name)}") if name in keys else ("rows_told", f"{PLACE} * {len(rows)} + {rows.index(name)}")
-    return f"gl.max({array}.index({at}).load(gl.BlockedLayout([1], [32], [{warps}], [0])), 0)"
+    return f"gl.max({_told_at(site, name)}.load(gl.BlockedLayout([1], [32], [{warps}], [0])), 0)"
 
 
-def _tell(out: Writer, array: str, place: str, numbers: list[str]) -> None:
-    for n, name in enumerate(numbers):
-        out.line(f"{array}.index({place} * {len(numbers)} + {n}).store(gl.full([1], {name}, gl.int32, lane))")
+def _tell(site: Site, out: Writer, names: list[str]) -> None:
+    for name in names:
+        out.line(f"{_told_at(site, name)}.store(gl.full([1], {name}, gl.int32, lane))")
 
 
 def _place(site: Site, nth: str) -> tuple[str, str]:
@@ -270,7 +274,7 @@ def await_place(site: Site, out: Writer) -> None:
 def tell_keys(site: Site, out: Writer, rows: Program | None = None) -> None:
     """Tell what belongs to a tile of keys: where it is, how many steps it has, and captured vectors read at the key alone. rows: what reads the others;
     None: no tile is left, nothing is copied."""
-    _tell(out, "keys_told", "kv", _keys_told(site) if rows else ["tile"])
+    _tell(site, out, _keys_told(site) if rows else ["tile"])
     if loads := key_loads(site) if rows else []:
         out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
         program = Program(site.spec, out.section(), inner="i", columns="i", beside=rows)
@@ -293,4 +297,4 @@ def tell_row(site: Site, out: Writer, partial: str) -> None:
     out.assign("told", f"i0{flag}{last} + (at == before).to(tl.int32) * 4")
     if site.ordered:
         out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
-    _tell(out, "rows_told", PLACE, _rows_told(site))
+    _tell(site, out, _rows_told(site))
