@@ -13,6 +13,7 @@ The memory, copies, products and barriers of it; `gluon_dialect` has the languag
 """
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -160,6 +161,14 @@ class Shared:
 
     def slice(self, start, length) -> Shared:
         return Shared(self.data[int(start): int(start) + int(length)], self.places)
+
+    def _reinterpret(self, dtype: torch.dtype, shape, layout=None) -> Shared:
+        """Its bytes as another type. A race is one of the whole place, whoever sees it as what."""
+        shape = [int(n) for n in shape]
+        assert self.data.is_contiguous() and len(self.places) == shape[0] == 1, "of one buffer, as it was allocated"
+        data = self.data.view(-1).view(dtype)
+        assert data.numel() >= math.prod(shape), "more than there is"
+        return Shared(data[: math.prod(shape)].view(shape), self.places)
 
     def load(self, layout=None) -> torch.Tensor:
         if any(p.filling for p in self.places):

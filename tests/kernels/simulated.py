@@ -40,7 +40,7 @@ def simulated(monkeypatch):
 
 
 def check(variant: str, kind: str, dtype: str, head: int, length: int, **options) -> None:
-    s, p = spec(EVERY[variant], kind), problem(kind, head, dtype, M=length, batch=1 if length > 200 else 2, **options.pop("shape", {}))
+    s, p = spec(EVERY[variant], kind), problem(kind, head, dtype, **{"M": length, "batch": 1 if length > 200 else 2} | options.pop("shape", {}))
     assert make_plan(s, p, CARD, "forward").schedule == "hopper"
     gluon_simulator.SEED[0] = head + length
     run(s, p, **options).within_budget()
@@ -85,6 +85,34 @@ def test_rest_of_ordered(variant, kind, head):
         check(variant, kind, "bfloat16", head, 320)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("variant, head", [("full", 64), ("causal", 128), ("window", 64), ("full", 128)])
+def test_rest_of_one_tile(variant, head):
+    """One tile of keys in all: the program that takes it learns at once that none is left."""
+    check(variant, "self", "bfloat16", head, 100, shape={"batch": 1, "heads": 1})
+
+
+@pytest.mark.parametrize("variant, kind, head", [("causal", "self", 64), ("causal", "gqa", 128), ("window", "gqa", 64), ("full", "self", 128)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rest_of_many_tiles(variant, kind, head, ordered):
+    """Many to each program: rings and phases go round often, and the counter is as it was for the next call."""
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        check(variant, kind, "bfloat16", head, 280, shape={"batch": 2, "heads": 3})
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("hidden", ["keys", "rows", "all"])
+def test_rest_of_empty_lists(hidden, head):
+    """Tiles of keys that no row sees, and rows that see none."""
+    s, p = spec(EVERY["bool_mask"]), problem("self", head, "bfloat16", M=400, batch=1)
+    operands = inputs(s, p)
+    keep, = operands[3]
+    keep[{"keys": (..., slice(128, 256)), "rows": (..., slice(128, 256), slice(None)), "all": ...}[hidden]] = False
+    run(s, p, operands=operands, listed=True).within_budget()
 
 
 @pytest.mark.parametrize("seed", range(5))
