@@ -6,13 +6,14 @@ A partition other than the first gets the values that it names through shared me
 """
 from __future__ import annotations
 
+from math import prod
 from typing import Sequence
 
-from ...compat import hands_constants
 from ...expr import Const, Var
 from ...region import Problem
 from ...spec import BLOCK, AttentionSpec, EmptyRow
 from ..captured import ends
+from ..order import long_first
 from ..parts import chunks
 from ..ranges import bounds
 from .hopper_vectors import vector_bytes
@@ -91,8 +92,11 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         sums = 8 * n * (not split) * sum(map(ends, spec.score.loads))  # beyond the ends of tables
         by_key = sum("j" in load.variables and "i" not in load.variables for load in spec.loads)  # vectors of 8 bytes an element at most
         return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + keys * 8 * n * by_key + 2048
-    found += [(stages * 4 * m, 16)] * 2 + [(BARRIER, 16)] + [(stages * BARRIER, 16)] * (6 if split else 4)
-    return stacked([*found, (_backward_handed(spec, problem, tiled, split, stored), 8), (12 if split else 4, 8)])
+    found += [(stages * 4 * m, 16)] * 2 + [(keys * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * (6 if split else 4)
+    others = [a for a in spec.axes if a not in spec.k | spec.v]
+    told = keys * (4 + len(spec.axes) - len(others)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
+    found += [(NUMBER * number, 16) for number in told]
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, stored), 8), (12 if split else 4, 8)])
 
 
 def is_counted(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
@@ -124,27 +128,23 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, True)
 
 
-def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], split: bool, stored: bool) -> int:
+def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, stored: bool) -> int:
     """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))
-    keys, others = [a for a in spec.axes if a in spec.k | spec.v], [a for a in spec.axes if a not in spec.k | spec.v]
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
-    total = ADDRESS * (2 * pieces + 2 * v_pieces + 2)  # tensor maps of Q, K, V and dO; log-sum-exp and delta
-    total += pieces * (q + k) + v_pieces * (v + out) + 2 * _buffer(2) + (7 if split else 5) * _buffer(2) + _loads(spec, tiled, split)
-    inner = [a for a in keys[1:] if extents[a] != 1]
-    numbers = 2 + (not found.is_total)  # M, the first key, the first row
-    numbers += len(keys[:1]) + len(inner)  # which batch index
-    if others:
-        numbers += 2 + sum(extents[a] != 1 for a in spec.axes[1:])  # steps and tiles in a step
-    else:
-        numbers += 1 + bool(inner)  # steps; the flattened index
+    total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
+    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 if split else 6) * _buffer(2) + _loads(spec, tiled, split)
+    ends = (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
+    uneven = problem.N % BLOCK > 0
+    numbers = 2 + sum(e != 1 for e in problem.extents)  # M, the number of tiles
+    numbers += uneven and (split or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)  # N
+    if Var("j0") in found.lo.leaves and found.hi == Var("M"):  # batch indices that go together
+        batches = prod(e for a, e in extents.items() if a in spec.k | spec.v)
+        rows = problem.M * prod(problem.extents) // max(1, batches)
+        row = 6 * sum(_pieces(problem.D)) + 2 * sum(_pieces(problem.Dv))
+        numbers += long_first(batches, -(-problem.N // n), rows * row / 1024)[0] != 1
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
         total += ADDRESS + out if stored else _buffer(3)  # dS
-        numbers += problem.N % BLOCK > 0
-        if found.has_full and not found.is_total:
-            numbers += (not found.starts_full) + (found.full_hi != Var("M"))
-    # a first row or a batch index that is always 0
-    constants = found.is_total or len(inner) < len(keys[1:])
-    return total + NUMBER * (numbers + (constants and hands_constants()))
+    return total + NUMBER * numbers
