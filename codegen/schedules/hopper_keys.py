@@ -75,7 +75,8 @@ def _segments(site: Site, out: Writer) -> str:
     """Assign the range of rows that see a tile of keys; returns the condition of a partial tile of them, by position."""
     if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
         out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
-    return segments(site.by_keys, Program(site.spec, out.section(), inner="i"), out, "i", "BLOCK_M", "M", True, True, "average != 0" if site.averages else "")
+    program = Program(site.spec, out.section(), inner="i")
+    return segments(site.by_keys, program, out, "i", "BLOCK_M", "M", True, True, "average != 0" if site.averages else "")
 
 
 def _rows(site: Site, out: Writer) -> str:
@@ -133,8 +134,8 @@ def _keys_told(site: Site) -> list[str]:
 
 
 def _rows_told(site: Site) -> list[str]:
-    """Numbers that it tells of a step. told: the first row, and in its lowest bits whether the mask cuts the tile, whether it is the last of batch index z, and
-    the first of a tile of keys. wanted: whose turn it must be at these rows, where there is an order."""
+    """Numbers that it tells of a step. told: the first row, and in its lowest bits whether the mask cuts the tile, whether it is the last of batch
+    index z, and the first of a tile of keys. wanted: whose turn it must be at these rows, where there is an order."""
     others = site.other_axes(site.axes_of("k", "v"))
     return ["told", *(["z", *map(local, others)] if others else []), *(["wanted"] if site.ordered else [])]
 
@@ -272,8 +273,8 @@ def await_place(site: Site, out: Writer) -> None:
 
 
 def tell_keys(site: Site, out: Writer, rows: Program | None = None) -> None:
-    """Tell what belongs to a tile of keys: where it is, how many steps it has, and captured vectors read at the key alone. rows: what reads the others;
-    None: no tile is left, nothing is copied."""
+    """Tell what belongs to a tile of keys: where it is, how many steps it has, and captured vectors read at the key alone. rows: what reads the
+    others; None: no tile is left, nothing is copied."""
     _tell(site, out, _keys_told(site) if rows else ["tile"])
     if loads := key_loads(site) if rows else []:
         out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
