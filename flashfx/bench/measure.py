@@ -67,11 +67,13 @@ def median_ms(run, device: torch.device, budget_ms: float = 100.0) -> float:
     return sorted(times)[1]
 
 
-def replayed(run: Callable, device: torch.device) -> Callable:
-    """`run`, recorded as a CUDA graph: what the device takes for it, without the host's part."""
+def replayed(prepare: Callable[[], Callable], device: torch.device) -> Callable:
+    """The call that `prepare()` returns, recorded as a CUDA graph: what the device takes for it, without the host's part. Both run in one stream:
+    autograd runs a gradient in the stream of its forward, and a recording takes no other."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
+        run = prepare()
         for _ in range(2):  # kernels are compiled and libraries start
             run()
     torch.cuda.synchronize(device)
@@ -174,7 +176,7 @@ def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bo
     keep = torch._functorch.config.patch(donated_buffer=False) if "backward" in passes else contextlib.nullcontext()
     try:
         with keep:  # backward alone runs through one graph many times
-            return _measured(variant, peer, shape, passes, check, fixed, replayed if graph and cuda else lambda run, device: run)
+            return _measured(variant, peer, shape, passes, check, fixed, replayed if graph and cuda else lambda prepare, device: prepare())
     except CannotRun as reason:
         return Row(**fixed, ms={}, tflops={}, failed=str(reason))
     except Exception as error:  # noqa: BLE001  a peer that fails is a row that says why
@@ -199,15 +201,16 @@ def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fi
         peak = (torch.cuda.max_memory_allocated() - before) / 2 ** 20
     wrong = errors(variant, shape, found, qkv, grad_out, tensors) if check and found is not None and not variant.random else (None, None)
     del found
-    ms = {}
-    if "forward" in passes:
-        with torch.no_grad():
-            ms["forward"] = median_ms(called(lambda: run(*qkv), shape.device), shape.device)
-    if "backward" in passes:
+
+    def backward() -> Callable:
         out = run(*qkv)
-        ms["backward"] = median_ms(called(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True), shape.device), shape.device)
-    if "both" in passes:
-        ms["both"] = median_ms(called(both, shape.device), shape.device)
+        return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+    prepared = {"forward": lambda: lambda: run(*qkv), "backward": backward, "both": lambda: both}
+    ms = {}
+    for name in (name for name in PASSES if name in passes):
+        with torch.set_grad_enabled(name != "forward"):
+            ms[name] = median_ms(called(prepared[name], shape.device), shape.device)
     work = 2 * shape.batch * shape.heads * variant.visible(shape, tensors) * (shape.head_size + shape.v_head_size)
     tflops = {name: WORK[name] * work / time_ms / 1e9 for name, time_ms in ms.items()}
     return Row(**fixed, ms=ms, tflops=tflops, error=wrong[0], eager_error=wrong[1], peak_mib=peak, clocks=clocks(shape.device))
