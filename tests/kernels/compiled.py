@@ -23,9 +23,9 @@ def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> list[Report]:
     return compile_launches(module, gpu, lambda: module.block_lists(aux, sizes, torch.device("cpu")))
 
 
-def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] | None = None) -> list[tuple[Report, object]]:
+def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] | None = None, forward: bool = True) -> list[tuple[Report, object]]:
     """Compile every kernel of a generated file for `gpu` by running its host functions without launching. needs: which of (q, k, v, *aux)
-    get gradients; all that can unless given."""
+    get gradients; all that can unless given. forward: its kernels too."""
     spec = AttentionSpec.parse(text) if isinstance(text, str) else text
     plan = make_plan(spec, problem, gpu, "forward")
     source = render.render(spec, plan, problem, needs)
@@ -35,12 +35,12 @@ def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] |
     dtype, v_dtype = getattr(torch, problem.dtype), getattr(torch, problem.v_dtype)
     q, k = torch.empty(shape("q", problem.M, problem.D), dtype=dtype), torch.empty(shape("k", problem.N, problem.D), dtype=dtype)
     v = torch.empty(shape("v", problem.N, problem.Dv), dtype=v_dtype)
-    sizes = [*problem.extents, *problem.sizes]
+    sizes, results = [*problem.extents, *problem.sizes], (*problem.extents, problem.M, problem.Dv)
     aux = captured_tensors(spec, problem, dtype=dtype)
     seed = torch.zeros(1, dtype=torch.int64)
 
     def run():
-        out, lse = module.forward(q, k, v, aux, seed, sizes)
+        out, lse = module.forward(q, k, v, aux, seed, sizes) if forward else (torch.empty(results, dtype=v_dtype), torch.empty(results[:-1]))
         if backward is not None:
             module.backward(out, q, k, v, aux, seed, out, lse, sizes)
     plans = {"attention_forward": plan, "attention_backward_keys": backward, "attention_backward_rows": backward and backward.rows,
