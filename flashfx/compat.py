@@ -121,17 +121,6 @@ def spilled(compiled) -> int:
     return compiled.n_spills
 
 
-@functools.cache
-def hands_constants() -> bool:
-    """Does Triton hand a constant to the partitions of a warp-specialised kernel through shared memory? Until 3.6; after, each has its own."""
-    import importlib.metadata
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return True
-    return tuple(int(n) for n in version.split(".")[:2]) < (3, 7)
-
-
 def descriptor_metadata(compiled) -> list:
     """How each tensor descriptor of a compiled kernel is laid out in shared memory; empty if it has none."""
     return list(getattr(compiled.metadata, "tensordesc_meta", None) or [])

@@ -285,10 +285,9 @@ def tell_keys(site: Site, out: Writer, rows: Program | None = None) -> None:
 
 
 def _take_next(site: Site, out: Writer) -> None:
-    """The next tile, when the rows of this one are on their way: others may be free sooner. The last to take one leaves the counter as it was."""
+    """The next tile, when the rows of this one are on their way: others may be free sooner."""
     first = "" if site.ordered else "tl.num_programs(0) + "
     out.assign("number", f"{first}gl.atomic_add(Taken, 1)")
-    out.line("tl.store(Taken, 0, mask=number + 1 == tl.num_programs(0) + work)")
 
 
 def tell_row(site: Site, out: Writer, partial: str) -> None:
