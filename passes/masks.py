@@ -176,7 +176,8 @@ def contract(fills: Sequence[Fill], safe: bool) -> tuple[EmptyRow, Expr, list[Ex
     if not finite:
         return (EmptyRow.ZERO if safe else EmptyRow.NAN), TRUE, []
     if len(finite) > 1 or (safe and -math.inf in ways):
-        raise Refused(f"masks hide keys by different constants ({', '.join(f'{f.value:.3g}' for f in fills)}), so rows that are hidden "
+        how = ", ".join(f"{f.value:.3g} {'added' if f.added else 'in place of the score'}" for f in fills)
+        raise Refused(f"masks hide keys by different constants ({how}), so rows that are hidden "
                       "entirely follow no single rule", hint="combine the masks into one, or hide by -inf")
     infinite = [f for f in fills if math.isinf(f.value)]
     others = [w for w in ways.get(-math.inf, []) if not any(f in infinite for f in w)]

@@ -273,12 +273,13 @@ def hidden_rows():
     return (*qkv(), a, b)
 
 
-@row("masks hide keys by different constants (-1e+09, -3.4e+38), so rows that are hidden entirely follow no single rule", hidden_rows)
+@row("masks hide keys by different constants (-1e+09 in place of the score, -3.4e+38 in place of the score), so rows that are hidden entirely "
+     "follow no single rule", hidden_rows)
 def two_constants(q, k, v, a, b):
     return scores(q, k).masked_fill(~a, -1e9).masked_fill(~b, LOWEST).softmax(-1) @ v
 
 
-@row("masks hide keys by different constants (-1e+09, -1e+09), so rows that are hidden entirely follow no single rule", hidden_rows)
+@row("masks hide keys by different constants (-1e+09 added, -1e+09 added), so rows that are hidden entirely follow no single rule", hidden_rows)
 def two_constants_that_add_up(q, k, v, a, b):
     return (scores(q, k) + (1 - a.float()) * -1e9 + (1 - b.float()) * -1e9).softmax(-1) @ v
 
