@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from operator import mul
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -103,7 +104,8 @@ def limit(kernel: str):
     return sympy.limit(sympy.simplify(again / (Z * N ** 2 * D ** 2 / S)), N, sympy.oo)
 
 
-class Cost(NamedTuple):
+@dataclass(frozen=True)
+class Cost:
     """Predicted time of one kernel, in seconds, by resource.
 
     matrix, special, memory, cache   at the rates that such kernels sustain; special is all that is done to a score
