@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..expr import cached_hash
-
 KIB = 1024
 
 
-@cached_hash
 @dataclass(frozen=True)
 class GPU:
     """
