@@ -74,36 +74,63 @@ def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gp
     packed: heads that share keys are rows of one tile."""
     problem = rounded(problem)
     known, scalar = cost.facts(spec, problem).packed(packed), units(problem, gpu) == "fma"
-    offers = generated(schedule, kernel, spec, problem, gpu, listed, known.group)
-    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, listed=listed) for tiles in offers]
+    found = _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, True)
     if schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
         least = min((c for c in found if c.shared <= gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
         found = [_weighed(schedule, kernel, c.tiles, spec, problem, gpu, tiled, known, scalar, float("inf")) if c is least else c for c in found]
-    return tuple(sorted(found, key=lambda c: (bool(c.unfit), c.seconds, c.tiles)))
+    return tuple(sorted(found, key=_order))
 
 
-def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None = None, listed: bool = False) -> Candidate:
+@functools.lru_cache(maxsize=4096)
+def fitting(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = (),
+            packed: bool = False) -> tuple[Candidate, ...]:
+    """Of `ranked` those that fit, or its first where none does: what a choice takes. Of tiles with too many registers nothing more is worked out."""
+    size = rounded(problem)
+    known, scalar = cost.facts(spec, size).packed(packed), units(size, gpu) == "fma"
+    found = [c for c in _offers(schedule, kernel, spec, size, gpu, listed, tiled, known, scalar, False) if not c.unfit]
+    return tuple(sorted(found, key=_order)) or ranked(schedule, kernel, spec, problem, gpu, listed, tiled, packed)[:1]
+
+
+def _order(c: Candidate) -> tuple:
+    return bool(c.unfit), c.seconds, c.tiles
+
+
+def _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, every: bool) -> list[Candidate]:
+    """every: also those with too many registers."""
+    offers = generated(schedule, kernel, spec, problem, gpu, listed, known.group)
+    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, listed=listed, every=every) for tiles in offers]
+    return [c for c in found if c]
+
+
+def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None = None, listed: bool = False,
+             every: bool = True) -> Candidate | None:
+    """every: False gives None for too many registers."""
     m, n, warps, stages = tiles
-    if schedule == "hopper":
-        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
+    specialised = schedule == "hopper"
+    if specialised:
         registers = hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec, kernel, max(problem.D, problem.Dv)))
-        limit, programs, name = hopper.register_limit(kernel, m), 1, "one_pass" if kernel == "keys" else kernel
+        limit = most or hopper.register_limit(kernel, m)
     else:
-        shared, registers = shared_bytes(kernel, tiles, problem, spec, gpu), registers_per_thread(kernel, tiles, problem, spec)
-        limit = LIMIT[kernel] if units(problem, gpu) == "wgmma" and kernel != "dense" else float("inf")  # `largest` has been compiled
+        registers = registers_per_thread(kernel, tiles, problem, spec)
+        limit = most or (LIMIT[kernel] if units(problem, gpu) == "wgmma" and kernel != "dense" else float("inf"))  # `largest` has been compiled
+    if registers > limit and not every:
+        return None
+    if specialised:
+        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
+        programs, name = 1, "one_pass" if kernel == "keys" else kernel
+    else:
+        shared = shared_bytes(kernel, tiles, problem, spec, gpu)
         programs, name = resident(gpu, warps, shared, registers), kernel
-    limit, unfit = most or limit, ""
+    unfit, seconds, parts = "", float("inf"), 1
     # lengths that are no multiples of tiles: a number that partitions are handed; a loop for the last tile, whose buffers are aligned anew
-    spare = 64 if schedule == "hopper" else 1024 * (not spec.is_masked) + wider_bytes(kernel, tiles, problem, spec)
+    spare = 64 if specialised else 1024 * (not spec.is_masked) + wider_bytes(kernel, tiles, problem, spec)
     if shared > gpu.shared_per_block - spare:
         unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {gpu.shared_per_block / 1024:.0f}"
     elif registers > limit:
         unfit = f"about {registers:.0f} registers, {limit:.0f} can be had"
-    found = Candidate(tiles, shared, registers, unfit)
-    if unfit:
-        return found
-    seconds, parts = predicted(schedule, name, tiles, known, gpu, scalar, programs, registers)
-    return replace(found, seconds=seconds, parts=parts)
+    if not unfit:
+        seconds, parts = predicted(schedule, name, tiles, known, gpu, scalar, programs, registers)
+    return Candidate(tiles, shared, registers, unfit, seconds, parts)
 
 
 def predicted(schedule: str, kernel: str, tiles: Tiles, known: cost.Facts, gpu: GPU, scalar: bool, programs: int, registers: float) -> tuple[float, int]:
@@ -120,6 +147,7 @@ def predicted(schedule: str, kernel: str, tiles: Tiles, known: cost.Facts, gpu: 
     return (split, 0) if split * GAIN < whole else (whole, 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def rounded(problem: Problem) -> Problem:
     """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …): one choice holds for a range, and dynamic sizes need few kernels."""
     def up(size: int) -> int:

@@ -11,41 +11,30 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter, mul
+from dataclasses import dataclass
+from operator import mul
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..expr import Call, Const, Expr, Var, call, walk
 from ..region import Problem
 from ..spec import AttentionSpec
 from . import l2
-from .captured import ends, is_relative
+from .facts import Facts, facts
 from .gpu import GPU
-from .factors import peel
-from .limits import WIDTHS, padded
-from .parts import chunks
-from .ranges import bounds
 from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STEP, STREAM, TURNS, Rate
 from .split import number
-from .tiles import classify, estimate, known_names, unevenness
+from .tiles import classify
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 SYMBOLS = "Z G M N D E W BLOCK_M BLOCK_N T"
 """Batch indices, how many of them share keys (grouped queries), queries, keys, head sizes of q and k (D) and of v (E), bytes of an element, tile sizes, visible tiles over all batch indices."""
-ELEMENT = {"bool": 1, "int": 8}
-ENDS = 128
-"""Keys before and behind the diagonal beyond which a table that ends is taken to be one number. Where it ends is data; T5's
-`relative_attention_max_distance`, 128, is assumed."""
-_MATRIX, _SPECIAL, _TURNS = (attrgetter(*names) for names in (MATRIX, SPECIAL, TURNS))
 LSE = 4
 """Bytes of a log-sum-exp, a delta, an element of dQ's float32 sum."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One kernel's formulas.
 
     products  float operations of the matrix products, 2 a multiply-add, hidden elements of partial tiles included
@@ -101,7 +90,7 @@ def _compiled(kernel: str):
     import sympy
     found = formulas()[kernel]
     return sympy.lambdify(sympy.symbols(SYMBOLS, positive=True, integer=True),
-                          [getattr(found, f.name) for f in fields(Work)], "math", cse=True)
+                          list(found), "math", cse=True)
 
 
 def limit(kernel: str):
@@ -207,90 +196,7 @@ def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     return round(sum(work.once + work.again for work in works))
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the time of a kernel depends on beside its tiles: of a spec and a problem, worked out once.
-
-    z, share    batch indices, and how many of them share keys
-    functions   special functions of a score's own for each element, in exponentials; a division takes two
-    steps       other operations for each element
-    loads       (bytes of an element, is it read at j - i?, elements in all) of each tensor with an element for every query and key
-    near        where elements of those are read one by one: where visible, or, if all are tables that end, `ENDS` from the diagonal at most
-    places      operations for the place of each
-    rows, keys  loops of a program over keys, and over rows: one, and one for each end at which a mask cuts tiles
-    uneven      how unequally many keys rows see, from 0 (all see as many) to 1 (as under a causal mask)
-    group       heads that are rows of one tile; z counts the others
-    long_first  are the last rows those with most keys; the first keys those that most rows see? Then the schedules start them first
-    """
-
-    visible: Expr
-    z: int
-    share: int
-    M: int
-    N: int
-    D: int
-    E: int
-    width: int
-    functions: float
-    steps: float
-    random: bool
-    pieces: bool
-    loads: tuple[tuple[int, bool, int], ...]
-    near: Expr
-    places: float
-    rows: int
-    keys: int
-    uneven: float
-    long_first: tuple[bool, bool]
-    given: tuple[tuple[str, int], ...]
-    group: int = 1
-
-    def packed(self, packed: bool = True) -> Facts:
-        """Heads that share keys as rows of one tile."""
-        return replace(self, z=self.z // self.share, share=1, group=self.share) if packed and self.group == 1 else self
-
-    def tiles(self, m: int, n: int, near: bool = False) -> tuple[float, float]:
-        """(visible, partial) tiles over all batch indices; tiles that only data hide count as visible. near: those with elements of `near`."""
-        seen = self.near if near else self.visible
-        full, partial = estimate(seen, m if self.group == 1 else max(self.M, 1), n, self.M, self.N, self.given)
-        times = self.z if self.group == 1 else self.z * -(-self.M * self.group // m)
-        return times * (full + partial), times * partial
-
-    def gathered(self, m: int, n: int, visible: float) -> float:
-        """Those of so many visible tiles that have elements of `near`."""
-        return visible if self.near == self.visible else min(visible, self.tiles(m, n, near=True)[0])
-
-
 @functools.lru_cache(maxsize=4096)
-def facts(spec: AttentionSpec, problem: Problem) -> Facts:
-    """Of a spec at a problem's sizes. Pieces of a head count in full."""
-    extents, z = dict(zip(spec.axes, problem.extents)), math.prod(problem.extents)
-    own = math.prod(e for axis, e in extents.items() if axis in spec.k | spec.v)
-    clamped = [load for load in spec.score.loads if ends(load)]
-    places = {x for load in clamped for a in load.index for x in walk(a) if isinstance(x, Call) and "j" in x.variables}
-    calls = [x.row.cost for x in walk(peel(spec.score)[0]) if isinstance(x, Call) and "j" in x.variables and x not in places]
-    vectors = 2 * sum(len({"i", "j"} & load.variables) == 1 for load in spec.score.loads)  # to read one and to spread it
-    across, loads = [load for load in spec.loads if {"i", "j"} <= load.variables], []
-    for load in across:  # a bias or a mask with an element for every query and key (or each j - i), of the axes that it has
-        whole = problem.M + problem.N if is_relative(load) else problem.M * problem.N
-        loads.append((WIDTHS[problem.dtype] if load.kind == "float" else ELEMENT[load.kind], is_relative(load),
-                      whole * math.prod(extents[a] for a in spec.axes if a in load.variables)))
-    band = (call("le", Var("j"), call("add", Var("i"), Const(ENDS))), call("ge", Var("j"), call("sub", Var("i"), Const(ENDS))))
-    near = functools.reduce(lambda a, b: call("and", a, b), band, spec.visible) if clamped and all(map(ends, across)) else spec.visible
-    given = known_names(spec, problem.extents, problem.sizes)
-    by_rows, by_keys = bounds(spec.visible, "j"), bounds(spec.visible, "i")
-    return Facts(spec.visible, z, max(z // max(own, 1), 1), problem.M, problem.N, padded(problem.D), padded(problem.Dv), WIDTHS[problem.dtype],
-                 calls.count("mufu") + 2.0 * calls.count("div"), float(calls.count("alu") + vectors), spec.dropout > 0, len(chunks(max(problem.D, problem.Dv))) > 1,
-                 tuple(loads), near, float(len(places)), _loops(spec.visible, "j"), _loops(spec.visible, "i"),
-                 unevenness(spec.visible, problem.M, problem.N, given),
-                 (Var("i1") in by_rows.hi.leaves, Var("j0") in by_keys.lo.leaves and by_keys.hi == Var("M")), given)
-
-
-def _loops(visible: Expr, over: str) -> int:
-    found = bounds(visible, over)
-    return 1 if found.is_total or not found.has_full else 2 if found.starts_full or over == "i" and found.full_hi == Var("M") else 3
-
-
 def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
     """The formulas' values."""
     sizes = known.z, known.share, known.M * known.group, known.N, known.D, known.E, known.width
@@ -327,39 +233,52 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     parts      of the keys of a tile of rows, a program for each
     """
     m, n, warps, stages = tiles
+    found, moved, all_bytes, waits = _of_size(schedule, kernel, m, n, known, gpu, scalar, resident, counts, parts)
+    if not waits:
+        return found, moved, all_bytes, 0.0
+    portable, rows = schedule == "triton", n if kernel in ("keys", "one_pass") else m
+    warpgroups = gpu.is_hopper and not scalar and rows >= 64
+    pressure = max(0.0, registers - (200 if portable else 170 if m <= 128 else 130)) / 55
+    found = found._replace(split=found.matrix if warpgroups and warps * 16 > rows and portable else 0.0, pressure=found.element * pressure,
+                           wide=found.element if warps * 16 < rows else 0.0, shallow=found.tile if stages < (3 if portable else 2) else 0.0)
+    tiles_each, waves, latency, streams = waits
+    copies = stages if warpgroups else max(1, stages - 1)  # asynchronous products read one tile while the next is copied
+    return found, moved, all_bytes, tiles_each * (waves * (latency / copies + STEP) + streams) if portable else 0.0  # the other asks ahead
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU, scalar: bool, resident: int, counts: tuple[float, float] | None,
+             parts: int) -> tuple[Rate, float, float, tuple[float, ...]]:
+    """What `features` finds of tiles of one size, whatever their warps, stages and registers. In place of the seconds of waiting what they follow
+    from: (tiles of a program, waves of programs, seconds until a tile's first byte, seconds of its bytes in all waves), () without tiles."""
     if not known.z * known.M * known.N:
-        return Rate(), 0.0, 0.0, 0.0
+        return Rate(), 0.0, 0.0, ()
     visible, partial = known.tiles(m, n, kernel == "dense") if counts is None else counts
     work = traffic(kernel, known, m, n, visible)
     products, exps, once, outer = work.products, work.exps, work.once, work.outer * parts
     moved, _, beside = device_bytes(schedule, kernel, work, known, gpu, resident, parts)
     all_bytes = once + work.again
     if not products or not outer:
-        return Rate(launch=1.0), moved, all_bytes, 0.0
+        return Rate(launch=1.0), moved, all_bytes, ()
     by_keys, mean = kernel in ("keys", "one_pass"), outer / (gpu.sms * resident)
     rows, inner = (n, m) if by_keys else (m, n)
-    warpgroups = gpu.is_hopper and not scalar
     tail = 1.0 if (schedule, kernel) == ("hopper", "forward") else _tail(outer / gpu.sms)  # its programs take tile after tile
     waves, element = mean * _tail(mean), exps / gpu.exp_rate * tail
     matrix, each = products / gpu.matrix_rate * tail, visible / (gpu.sms * resident) * _tail(mean)
-    loops = known.keys * known.share if by_keys else known.rows
+    loops, nested = known.keys * known.share if by_keys else known.rows, by_keys and known.share > 1
     full, rest = divmod(outer, gpu.sms * resident)  # waves of programs, and what the last one has
     turns = full * resident + math.ceil(rest / gpu.sms)
     far = min(1.0, moved * beside / max(all_bytes, 1))  # tiles of which device memory is waited for, by all programs that read them beside each other
-    copies = stages if warpgroups and rows >= 64 else max(1, stages - 1)  # asynchronous products read one tile while the next is copied
-    latency, stream = (NEAR + (FAR - NEAR) * far) / copies + STEP, inner * (known.D + known.E) * known.width / STREAM
-    waiting = visible / outer * ((full + (rest > 0)) * latency + turns * stream) if schedule == "triton" else 0.0  # the other asks ahead
+    stream = inner * (known.D + known.E) * known.width / STREAM
     near = known.gathered(m, n, visible) / max(visible, 1)  # beyond the ends of a table one number serves a tile
     loads = near * sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads those at j - i while products run
-    pressure = max(0.0, registers - (200 if schedule == "triton" else 170 if m <= 128 else 130)) / 55
     return Rate(
-        matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0, older=matrix * (warpgroups and rows < 64),
-        split=matrix * (warpgroups and rows >= 64 and warps * 16 > rows and schedule == "triton"), pieces=matrix * known.pieces,
-        slim=matrix * (inner < 64), element=element, wide=element * (warps * 16 < rows), broad=element * (inner > 64), solo=element * (resident == 1),
+        matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0,
+        older=matrix if gpu.is_hopper and not scalar and rows < 64 else 0.0, pieces=matrix * known.pieces, slim=matrix if inner < 64 else 0.0,
+        shared=matrix if nested else 0.0, element=element, broad=element if inner > 64 else 0.0, solo=element if resident == 1 else 0.0,
         function=element * known.functions, step=element * (known.steps + near * known.places), random=element * known.random, load=element * loads,
-        pressure=element * pressure, partial=element * partial / max(visible, 1), tile=each, shallow=each * (stages < (3 if schedule == "triton" else 2)),
-        narrow=each * (inner < 64), nested=each * (by_keys and known.share > 1), shared=matrix * (by_keys and known.share > 1),
-        turn=waves, restart=waves * (loops - 1), launch=1.0), moved, all_bytes, waiting
+        partial=element * partial / max(visible, 1), tile=each, narrow=each if inner < 64 else 0.0, nested=each if nested else 0.0, turn=waves,
+        restart=waves * (loops - 1), launch=1.0), moved, all_bytes, (visible / outer, full + (rest > 0), NEAR + (FAR - NEAR) * far, turns * stream)
 
 
 def _tail(mean: float) -> float:
@@ -375,5 +294,5 @@ def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], kn
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, LAUNCH)
-    of = lambda terms: sum(map(mul, terms(found), terms(rate)))
-    return Cost(kernel, of(_MATRIX), of(_SPECIAL), memory, cache, of(_TURNS), rate.launch)
+    of = lambda terms: sum(map(mul, found[terms], rate[terms]))
+    return Cost(kernel, of(MATRIX), of(SPECIAL), memory, cache, of(TURNS), rate.launch)

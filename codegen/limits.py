@@ -54,24 +54,28 @@ def has_relative(spec: AttentionSpec) -> bool:
     return any(is_relative(load) for load in spec.score.loads)
 
 
+UNITS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
+"""By the first number of the compute capability."""
+
+
 def units(problem: Problem, gpu: GPU) -> str:
     """Which units multiply: "fma" (float32, exact), "wgmma" (Hopper), "tcgen05" (Blackwell's data centre cards), "mma" (all others)."""
     if "float32" in (problem.dtype, problem.v_dtype):
         return "fma"
-    return {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}.get(gpu.capability[0], "mma") if gpu.vendor == "NVIDIA" else "mma"
+    return UNITS.get(gpu.capability[0], "mma") if gpu.vendor == "NVIDIA" else "mma"
 
 
 def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, gpu: GPU) -> int:
     """Shared memory that Triton's compiler takes for a kernel: its figure where `is_exact`, in 16 bits and without loaded masks, else an upper bound."""
     m, n, warps, stages = tiles
-    d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
-    width, found = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype]), units(problem, gpu)
-    loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
     inner, outer = (m, n) if kernel == "keys" else (n, m)
-    exact = found == "wgmma" and is_exact(spec, problem, outer < 64) and (outer >= 64 or d == dv <= 256 and len(chunks(problem.D)) == 1)
-    exact |= found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0) and stages > 1 and is_exact(spec, problem, False)
-    exact &= kernel != "dense"
-    across = _across(spec)
+    found, across = units(problem, gpu), _across(spec)
+    exact = kernel != "dense" and _is_known(spec, problem, gpu, outer, stages)
+    if exact and found == "wgmma":
+        return _stacked(kernel, tiles, problem, spec, sum([_staged(load, kernel, tiles, problem) for load in across]))
+    d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
+    width = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype])
+    loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
     tiled_loads = sum(_staged(load, kernel, tiles, problem) if exact or found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
     exchanged = width == 4 or spec.dropout > 0 and not exact and (found != "wgmma" or kernel == "keys" or tiles[0] < 64)  # among threads
     more = tiled_loads + (4 * m * n + 4096) * exchanged
@@ -92,12 +96,21 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
             passing = max(passing, _random_bits(m, n, warps))
             total += 4 * m * max(1, stages - 1)  # then delta is copied ahead too
         return total - tiled_loads + max(tiled_loads, passing) if kernel == "keys" else total + passing
-    elif exact:
-        return _stacked(kernel, tiles, problem, spec, tiled_loads)
     elif found == "wgmma" and outer >= 64:
         return total + 2048
     staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability[0] in (10, 11) else 0  # tensor memory is filled through it
     return total + m * n * width * (2 if kernel != "forward" else 1) + (m * dv if kernel == "forward" and problem.D == problem.Dv else 0) + staged + 2048
+
+
+def _is_known(spec: AttentionSpec, problem: Problem, gpu: GPU, outer: int, stages: int) -> bool:
+    """Is the compiler's figure known of a kernel that holds so many rows of the outer operand?"""
+    found = units(problem, gpu)
+    if found == "wgmma" and outer < 64:
+        one_piece = padded(problem.D) * WIDTHS[problem.dtype] == padded(problem.Dv) * WIDTHS[problem.v_dtype] <= 256 and len(chunks(problem.D)) == 1
+        return one_piece and is_exact(spec, problem)
+    if found == "wgmma":
+        return is_exact(spec, problem, False)
+    return found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0) and stages > 1 and is_exact(spec, problem, False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,18 +194,26 @@ LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
 """Predictions from which on some kernel for sm_90 spilled."""
 
 
+@functools.lru_cache(maxsize=1024)
+def _element(kernel: str, spec: AttentionSpec) -> tuple[float, float]:
+    """Of `REGISTERS`, by the spec alone: for each element of a tile of scores, and for queries that share keys."""
+    _, _, scores, steps, loads, random, _, shared, *_ = REGISTERS[kernel]
+    across = _across(spec)
+    addresses = any(load.index[-1] != Var("j") for load in across)  # of each element
+    each = scores + steps * has_steps(spec) + loads * bool(across) + 4 * addresses + random * (spec.dropout > 0)
+    return each, shared * (spec.is_masked and grouped(spec))
+
+
 def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec) -> float:
     """Predicted registers of a thread, as if there were no limit of 255."""
     m, n, warps, _ = tiles
     d, dv, threads = padded(problem.D), padded(problem.Dv), 32 * warps
-    fixed, accumulators, scores, steps, loads, random, masked, shared, wide, operands, pieces = REGISTERS[kernel]
-    held = {"forward": m * dv, "keys": n * (d + dv), "rows": m * d, "dense": m * n}[kernel]
+    fixed, accumulators, scores, _, _, _, masked, _, wide, operands, pieces = REGISTERS[kernel]
+    each, shared = _element(kernel, spec)
+    held = m * dv if kernel == "forward" else n * (d + dv) if kernel == "keys" else m * d if kernel == "rows" else m * n
     inner, rows = (m, n) if kernel == "keys" else (n, m)
-    across = _across(spec)
-    addresses = any(load.index[-1] != Var("j") for load in across)  # of each element
-    each = scores + steps * has_steps(spec) + loads * bool(across) + 4 * addresses + random * (spec.dropout > 0)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
-             + shared * (spec.is_masked and grouped(spec)) + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
+             + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += 6 * bool(spec.visible.loads)
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]

@@ -16,7 +16,7 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
-from .candidates import Candidate, predicted, ranked, rounded
+from .candidates import Candidate, fitting, predicted, rounded
 from .gpu import GPU
 from .packing import packed_axes
 from .limits import has_relative, registers_per_thread, resident, shared_bytes, units
@@ -163,7 +163,7 @@ def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gp
                                                      resident(gpu, tiles[2], chosen.shared, chosen.registers), chosen.registers)[1])
     else:
         _check_types(problem, gpu)
-        offers = ranked("triton", kernel, spec, rounded(problem), gpu, listed, packed=bool(packed))
+        offers = fitting("triton", kernel, spec, rounded(problem), gpu, listed, packed=bool(packed))
         chosen = offers[0]
         if chosen.unfit:
             raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {chosen.tiles[0]}x{chosen.tiles[1]} tiles need {chosen.shared} bytes of shared "
@@ -182,8 +182,8 @@ def _divided(plan: Plan) -> Plan:
 
 
 def _reason(offers: tuple[Candidate, ...], gpu: GPU, predictable: bool) -> str:
-    """Nothing in it depends on lengths: it stands in the generated file, and Triton compiles a kernel anew whose line in the file has moved."""
-    best, fit = offers[0], sum(not c.unfit for c in offers)
+    """offers: of `fitting`. Nothing in it depends on lengths: it stands in the generated file, and Triton compiles a kernel anew whose line moved."""
+    best, fit = offers[0], len(offers)
     registers = f"about {min(best.registers, 255):.0f} of 255 registers" if predictable else "the largest tiles that compile without spilling"
     what = f"{best.shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, {registers}"
     return f"{what}, predicted fastest of {fit} that fit" if fit > 1 else what
@@ -222,7 +222,7 @@ def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, 
         m, n, _, stages = OVERRIDE[kernel]
         chosen, reason = Candidate(OVERRIDE[kernel], hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed), 0.0), "tiles given by the caller"
     else:
-        offers = ranked("hopper", kernel, spec, rounded(problem), gpu, listed, tiled)
+        offers = fitting("hopper", kernel, spec, rounded(problem), gpu, listed, tiled)
         chosen, reason = offers[0], _reason(offers, gpu, True)
     if chosen.unfit:
         return None

@@ -55,17 +55,17 @@ class Bounds:
     full_lo: Expr
     full_hi: Expr
 
-    @property
+    @functools.cached_property
     def has_full(self) -> bool:
         """Can there be tiles without a predicate at all?"""
         return not is_const(self.full_hi, 0)
 
-    @property
+    @functools.cached_property
     def is_total(self) -> bool:
         """Is everything visible?"""
         return is_const(self.lo, 0) and is_const(self.full_lo, 0) and self.hi == self.full_hi and self.hi in (Var("N"), Var("M"))
 
-    @property
+    @functools.cached_property
     def starts_full(self) -> bool:
         """Do the partial tiles all lie behind the full ones?"""
         return is_const(self.lo, 0) and is_const(self.full_lo, 0) and self.has_full

@@ -1,11 +1,10 @@
 """What each term of the cost model takes on real kernels: fitted to a recorded sweep by `flashfx.bench.fit`, judged on its other half in tests."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """Of one kernel of one schedule: what multiplies the seconds that `cost.features` finds for each term at the rates of the data sheet, or seconds.
 
     matrix    matrix products; the following add to it
@@ -60,9 +59,8 @@ class Rate:
     launch: float = 0.0
 
 
-MATRIX = ("matrix", "scalar", "older", "split", "pieces", "slim", "shared")
-SPECIAL = ("element", "wide", "broad", "solo", "function", "step", "random", "load", "pressure", "partial")
-TURNS = ("tile", "shallow", "narrow", "nested", "turn", "restart")
+MATRIX, SPECIAL, TURNS = slice(0, 7), slice(7, 17), slice(17, 23)
+"""Places of the terms that add up to the time of the matrix units, of what is done to each score, of programs and their tiles."""
 
 BANDWIDTH, CACHE = 0.85, 2.5
 """Of the device memory's bandwidth: sustained, and what the L2 cache delivers beside it."""

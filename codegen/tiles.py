@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Mapping, Sequence
 
@@ -44,13 +45,13 @@ class TileCounts:
 def cut(lo, hi, full_lo, full_hi, block: int):
     """Tile-aligned segments of one row of tiles: (start, full_start, full_stop, stop), partial outside the full ones.
 
-    Works on ints and, through the same expressions in the kernels, on Triton scalars.
+    The kernels write the same with minimum and maximum.
     """
-    start = lo // block * block
-    stop = max(hi, start)
-    full_start = min(max(-(-full_lo // block) * block, start), stop)
-    full_stop = max(full_start, min(full_hi // block * block, stop))
-    return start, full_start, full_stop, stop
+    start, full_start, full_stop = lo // block * block, -(-full_lo // block) * block, full_hi // block * block
+    stop = hi if hi > start else start  # no min and max: a choice of tiles calls this hundreds of times
+    full_start = start if full_start < start else stop if full_start > stop else full_start
+    full_stop = stop if full_stop > stop else full_stop
+    return start, full_start, full_stop if full_stop > full_start else full_start, stop
 
 
 def classify(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, sizes: Sequence[int] = (),
@@ -115,39 +116,43 @@ def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: t
 
     given: values of what the mask reads by name beside M and N: sizes, and an index of each axis.
     """
-    ends, names = _ends(visible), {**dict(given), "M": M, "N": N}
+    rows, found = -(-M // BLOCK_M), _sampled(visible, BLOCK_M, M, N, given)
+    full = partial = 0
+    for ends, times in found.items():
+        start, full_start, full_stop, stop = cut(*ends, BLOCK_N)
+        full -= times * ((full_start - full_stop) // BLOCK_N)
+        partial -= times * ((start - full_start) // BLOCK_N + (full_stop - stop) // BLOCK_N)
+    count = min(rows, SAMPLES)
+    return full * rows / count, partial * rows / count
+
+
+@functools.lru_cache(maxsize=4096)
+def _sampled(visible: Expr, BLOCK_M: int, M: int, N: int, given: tuple[tuple[str, int], ...]) -> Counter[tuple[int, int, int, int]]:
+    """(lo, hi, full_lo, full_hi) of the rows of tiles in a sample -> how many have them. Arguments as `estimate`."""
     rows = -(-M // BLOCK_M)
     count = min(rows, SAMPLES)
-    full = partial = 0
-    for s in range(count):
-        i0 = (2 * s + 1) * rows // (2 * count) * BLOCK_M
-        lo, hi, full_lo, full_hi = ends({**names, "i0": i0, "i1": min(i0 + BLOCK_M, M) - 1})
-        start, full_start, full_stop, stop = cut(int(lo), int(hi), int(full_lo), int(full_hi), BLOCK_N)
-        inside = -(-(full_stop - full_start) // BLOCK_N)
-        full, partial = full + inside, partial - (start - full_start) // BLOCK_N - (full_stop - stop) // BLOCK_N
-    return full * rows / count, partial * rows / count
+    first = [(2 * s + 1) * rows // (2 * count) * BLOCK_M for s in range(count)]
+    return Counter(_ends(visible)({**dict(given), "M": M, "N": N}, [(i, min(i + BLOCK_M, M) - 1) for i in first]))
 
 
 @functools.lru_cache(maxsize=4096)
 def unevenness(visible: Expr, M: int, N: int, given: tuple[tuple[str, int], ...]) -> float:
     """How unequally many keys rows see, by a sample: 0 if all see as many, 1 if numbers from 0 to N are as likely (a causal mask). given: as `estimate`."""
-    ends, names, seen = _ends(visible), {**dict(given), "M": M, "N": N}, []
-    for s in range(min(M, SAMPLES)):
-        i = (2 * s + 1) * M // (2 * min(M, SAMPLES))
-        lo, hi, *_ = ends({**names, "i0": i, "i1": i})
-        seen.append(max(0, int(hi) - int(lo)))
+    count = min(M, SAMPLES)
+    rows = [(2 * s + 1) * M // (2 * count) for s in range(count)]
+    seen = [max(0, hi - lo) for lo, hi, *_ in _ends(visible)({**dict(given), "M": M, "N": N}, [(i, i) for i in rows])]
     mean = sum(seen) / max(len(seen), 1)
     return min(1.0, 2 * sum(abs(n - mean) for n in seen) / (len(seen) * mean)) if mean else 0.0
 
 
 @functools.lru_cache(maxsize=1024)
 def _ends(visible: Expr):
-    """The four bounds as one Python function of the values of their names."""
+    """The four bounds as one Python function of the values of their names and of (i0, i1) of tiles: a list, one for each tile."""
     found = bounds(_optimistic(visible, {load.name for load in visible.loads}), "j")
-    text = f"({found.lo}, {found.hi}, {found.full_lo}, {found.full_hi})"
+    text = f"[(int({found.lo}), int({found.hi}), int({found.full_lo}), int({found.full_hi})) for i0, i1 in tiles_]"
     functions = {name: row.evaluate for name, row in OPS.items() if row.evaluate is not None} | {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
     code = compile(text.replace("~", "1 - "), "<bounds>", "eval")
-    return lambda names: eval(code, functions, names)
+    return lambda names, tiles: eval(code, {**functions, **names, "tiles_": tiles})
 
 
 def _optimistic(visible: Expr, missing: set[str]) -> Expr:

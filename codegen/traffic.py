@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ..region import Problem
 from ..spec import AttentionSpec
-from .cost import ELEMENT, moved
+from .cost import moved
+from .facts import ELEMENT
 from .limits import WIDTHS
 from .plan import Plan
 

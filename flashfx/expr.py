@@ -46,10 +46,10 @@ class Expr:
             names |= {"i", "j"}
         return frozenset(names)
 
-    @property
-    def loads(self) -> list[Load]:
+    @cached_property
+    def loads(self) -> tuple[Load, ...]:
         """Loads below, in a fixed order."""
-        return sorted((leaf for leaf in self.leaves if isinstance(leaf, Load)), key=str)
+        return tuple(sorted((leaf for leaf in self.leaves if isinstance(leaf, Load)), key=str))
 
     def __str__(self) -> str:
         return to_text(self)

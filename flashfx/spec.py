@@ -120,10 +120,10 @@ class AttentionSpec:
         """Read what `str(spec)` or `spec.line` gave. Raises `SpecError` naming the line."""
         return from_text(text)
 
-    @property
-    def loads(self) -> list[Load]:
+    @functools.cached_property
+    def loads(self) -> tuple[Load, ...]:
         """Every distinct load of score and masks."""
-        return sorted({load for e in (self.score, self.visible, self.empty_over) for load in e.loads}, key=str)
+        return tuple(sorted({load for e in (self.score, self.visible, self.empty_over) for load in e.loads}, key=str))
 
     def present(self, operand: str) -> tuple[bool, ...]:
         """For each batch axis: does `operand` ("q", "k" or "v") vary along it?"""
@@ -140,16 +140,17 @@ class AttentionSpec:
         from .reference import to_flex
         return to_flex(self, aux, sizes)
 
-    @property
+    @functools.cached_property
     def is_masked(self) -> bool:
         """Is any key hidden from any query?"""
         return self.visible != TRUE
 
-    @property
+    @functools.cached_property
     def is_data_masked(self) -> bool:
         """Does the mask read captured tensors at i or j? Then only a run knows which tiles it hides."""
         return any({"i", "j"} & load.variables for load in self.visible.loads)
 
+    @functools.lru_cache(maxsize=1024)
     def mask(self) -> AttentionSpec:
         """The mask alone, over the axes and with the captured tensors on which it depends: what `flashfx::block_lists` summarises.
 

@@ -2,13 +2,16 @@
 
 Stages are timed one by one, then the whole compilation (forward and backward, cold caches) with Inductor alone and with FlashFX. On the CPU.
 --whole: GPT-2 as it is (12 layers of 768, eager attention), inference and training, each in a fresh process: CPU seconds of it and its children.
+--plans: what a first choice of a plan takes (`codegen.plan.make_plan`), over specs, head sizes, lengths, cards and directions.
 """
 from __future__ import annotations
 
 import argparse
 import cProfile
+import inspect
 import os
 import pstats
+import statistics
 import subprocess
 import sys
 import time
@@ -118,6 +121,57 @@ def gpt2() -> None:
         print(f"GPT-2, {mode}: Inductor {alone:.0f} s, FlashFX {ours:.0f} s of CPU, {ours / alone:.2f} of it", flush=True)
 
 
+SIZED, BY_SPEC = {"problem", "known", "M", "N"}, {"self", "spec", "visible", "score"}
+"""Names of parameters that hold sizes, a spec or its expressions: what such caches know is forgotten before a choice is timed."""
+
+
+def caches() -> dict:
+    """Every memoised function of the package -> names of its parameters."""
+    found = [f for name, module in list(sys.modules.items()) if name.startswith("flashfx") for owner in (module, *vars(module).values())
+             if owner is module or inspect.isclass(owner) for f in vars(owner).values() if hasattr(f, "cache_clear") and hasattr(f, "__wrapped__")]
+    return {f: {*inspect.signature(f).parameters} for f in found if f.__module__.startswith("flashfx")}
+
+
+def plans() -> None:
+    """Milliseconds of a first choice, of this thread's CPU time and of the clock. Nothing is remembered that depends on sizes ("known spec"), or on
+    the spec either ("new spec", expressions parsed anew). What is worked out once in a process is not in it: compiling the cost model's formulas.
+    Nor is whether a mask over indices pays for a run-time summary, which evaluates the mask: that is timed by itself."""
+    from flashfx.codegen import blocks, plan
+    from flashfx.codegen.gpu import BY_NAME
+    from flashfx.region import Problem
+    from flashfx.spec import AttentionSpec, from_text
+    from .kernels.cases import CORE, MORE, spec
+    variants = ("full", "causal", "window", "bias", "shared_bias", "bool_mask", "dropout", "documents", "padding", "alibi", "softcap")
+    points = [(gpu, spec((CORE | MORE)[v], kind), Problem((2, 4, 4) if kind == "gqa" else (2, 16), n, n, d, d, "bfloat16", "bfloat16"), direction)
+              for gpu in ("H200", "A100", "RTX 4090") for v in variants for kind in ("self", "gqa") for d in (64, 80, 128)
+              for n in (512, 2048, 8192, 65536) for direction in plan.DIRECTIONS]
+    for gpu, s, problem, direction in points:  # imports, formulas, summaries of masks
+        plan.make_plan(s, problem, BY_NAME[gpu], direction)
+    kept = {blocks._closed_form_wastes, AttentionSpec.parse}
+    for what, forgotten in (("known spec", SIZED), ("new spec", SIZED | BY_SPEC)):
+        cleared = [f for f, names in caches().items() if names & forgotten and f not in kept]
+        taken = {}
+        for gpu, s, problem, direction in points:
+            s = from_text(str(s)) if what == "new spec" else s
+            for f in cleared:
+                f.cache_clear()
+            cpu, clock = time.thread_time(), time.perf_counter()
+            plan.make_plan(s, problem, BY_NAME[gpu], direction)
+            taken.setdefault((gpu, direction), []).append(((time.thread_time() - cpu) * 1e3, (time.perf_counter() - clock) * 1e3))
+        for name, rows in [("all", sum(taken.values(), [])), *((" ".join(key), rows) for key, rows in taken.items())]:
+            shown = []
+            for label, values in zip(("CPU", "clock"), map(sorted, zip(*rows))):
+                most = values[int(0.95 * len(values))]
+                shown.append(f"{label} median {statistics.median(values):.2f}, 95th percentile {most:.2f}, worst {values[-1]:.2f}")
+            print(f"{what}, {name}: {len(rows)} first choices, ms: " + "; ".join(shown), flush=True)
+    blocks._closed_form_wastes.cache_clear()
+    for variant in ("causal", "window"):
+        started = time.thread_time()
+        blocks.pays(spec(CORE[variant]), Problem((2, 16), 2048, 2048, 64, 64, "bfloat16", "bfloat16"))
+        taken = (time.thread_time() - started) * 1e3
+        print(f"does a run-time summary pay, {variant}: {taken:.0f} ms of CPU once for a mask and lengths (2048 at most)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.compile_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
@@ -125,6 +179,7 @@ def main() -> None:
     parser.add_argument("--no-inductor", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--plans", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("BACKEND", "MODE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -132,6 +187,9 @@ def main() -> None:
         return
     if args.whole:
         gpt2()
+        return
+    if args.plans:
+        plans()
         return
     stages(args.model, 2, False)  # imports and first use
     rewrite = stages(args.model, args.layers, args.profile)

@@ -170,7 +170,7 @@ def test_rates_are_what_the_fit_finds(schedule, kernel):
     """`python -m flashfx bench fit` prints them."""
     found, count = fit(SWEEP, schedule, kernel, BY_NAME["H200"])
     assert count >= 20
-    for name, value in vars(found).items():
+    for name, value in found._asdict().items():
         assert math.isclose(value, getattr(RATES[schedule, kernel], name), rel_tol=0.05, abs_tol=0.03 if name not in SECONDS else 3e-8), name
 
 
@@ -226,7 +226,7 @@ def test_a_relative_table_costs_no_bytes_of_every_pair():
 
 @pytest.mark.parametrize("head, ms", [(64, 5.2), (128, 4.5)])
 def test_a_table_that_ends_costs_what_lies_between_its_ends(head, ms):
-    """T5's trained table at N = 4096, 16k tokens, forward and backward: what an H200 took, within 15 % (10 % too fast). `cost.ENDS` are assumed."""
+    """T5's trained table at N = 4096, 16k tokens, forward and backward: what an H200 took, within 15 % (10 % too fast). `facts.ENDS` are assumed."""
     p = Problem((4, 2048 // head), 4096, 4096, head, head, "bfloat16", "bfloat16")
     of = lambda s, direction: cost.seconds(s, p, make_plan(s, p, BY_NAME["H200"], direction))
     seconds = lambda variant: of(spec(MORE[variant]), "forward") + of(spec(MORE[variant]), "backward")

@@ -6,6 +6,7 @@ A partition other than the first gets the values that it names through shared me
 """
 from __future__ import annotations
 
+import functools
 from math import prod
 from typing import Sequence
 
@@ -37,11 +38,12 @@ def stacked(buffers: list[tuple[int, int]]) -> int:
     return top
 
 
-def _pieces(size: int) -> list[int]:
-    return [c.width for c in chunks(size)]
+@functools.cache
+def _pieces(size: int) -> tuple[int, ...]:
+    return tuple(c.width for c in chunks(size))
 
 
-def _tiles(copies: int, rows: int, widths: list[int], element: int = 2) -> list[tuple[int, int]]:
+def _tiles(copies: int, rows: int, widths: Sequence[int], element: int = 2) -> list[tuple[int, int]]:
     """Buffers of `copies` tiles, one for each piece of a head; TMA's swizzle wants eight rows aligned."""
     return [(copies * rows * w * element, min(1024, 8 * w * element)) for w in widths]
 
@@ -56,22 +58,24 @@ def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, 
     return 1 + (held + 2 * m * sum(_pieces(problem.D)) <= 227 * 1024)
 
 
-def _own_out(problem: Problem) -> list[int]:
+@functools.cache
+def _own_out(D: int, Dv: int) -> tuple[int, ...]:
     """Widths of the pieces of the output that cannot be stored from where q was."""
-    q = {c.suffix: c.width for c in chunks(problem.D)}
-    return [c.width for c in chunks(problem.Dv) if q.get(c.suffix) != c.width]
+    q = {c.suffix: c.width for c in chunks(D)}
+    return tuple(c.width for c in chunks(Dv) if q.get(c.suffix) != c.width)
 
 
 def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str], queries: int) -> list[tuple[int, int]]:
     q, v = _pieces(problem.D), _pieces(problem.Dv)
-    found = _tiles(queries * m // ROWS, ROWS, q) + _tiles(stages, n, q) + _tiles(stages, n, v) + _tiles(m // ROWS, ROWS, _own_out(problem))
-    return found + _captured_tiles(spec, m, n, stages, tiled)
+    found = _tiles(queries * m // ROWS, ROWS, q) + _tiles(stages, n, q) + _tiles(stages, n, v)
+    return found + _tiles(m // ROWS, ROWS, _own_out(problem.D, problem.Dv)) + _captured_tiles(spec, m, n, stages, tiled)
 
 
 def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False,
                  stored: bool = False) -> int:
     """Shared memory that the compiler takes for a kernel; where `is_counted` does not know all that partitions are handed, an upper bound.
     stored: is the gradient of a captured tensor stored on the way?"""
+    tiled = tuple(tiled)
     counted = not listed and is_counted(spec, tiled)
     if kernel == "forward":
         queries = q_tiles(spec, problem, m, n, stages, tiled)
@@ -99,6 +103,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, stored), 8), (12 if split else 4, 8)])
 
 
+@functools.lru_cache(maxsize=1024)
 def is_counted(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
     """Is what partitions are handed known? Not where they load tensors at rows or keys themselves, nor of rows that average v."""
     by_hand = any(load.name not in tiled for load in spec.loads if load.variables & {"i", "j"})
@@ -117,17 +122,19 @@ def _loads(spec: AttentionSpec, tiled: Sequence[str], warpgroups: bool) -> int:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
 def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], uneven: bool) -> int:
     """To the second warpgroup and the warp that copies, in bytes."""
     extents, pieces, v_pieces = problem.extents, len(_pieces(problem.D)), len(_pieces(problem.Dv))
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     maps = ADDRESS * 2 * (pieces + v_pieces)
-    rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem)) * out + 6 * _buffer(2)
+    rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem.D, problem.Dv)) * out + 6 * _buffer(2)
     first = Var("i1") in bounds(spec.visible, "j").hi.leaves  # how many batch indices there are: those whose keys stay in the L2 cache go together
     sizes = NUMBER * (3 + sum(e != 1 for e in extents[not first:]))  # M, N, number of tiles
     return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, True)
 
 
+@functools.lru_cache(maxsize=4096)
 def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, stored: bool) -> int:
     """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))

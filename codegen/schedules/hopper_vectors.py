@@ -5,6 +5,8 @@ Read by the warpgroups themselves they would come from global memory between two
 """
 from __future__ import annotations
 
+import functools
+
 from ...expr import BOOL, FLOAT, Const, Expr, Load, Var, conjuncts
 from ...spec import AttentionSpec
 from ..parts import Site
@@ -20,10 +22,11 @@ PLACES = "(STAGES + 1)"
 """Of a ring beside the keys: a warpgroup still looks at its place when it has left that of the keys, but not when it leaves those of the next tile."""
 
 
-def vectors(spec: AttentionSpec, index: str) -> list[Load]:
+@functools.lru_cache(maxsize=1024)
+def vectors(spec: AttentionSpec, index: str) -> tuple[Load, ...]:
     """Loads of the mask at "i" or "j" alone."""
     found = [load for load in spec.visible.loads if len(load.variables & {"i", "j"}) == 1][:MOST]
-    return [load for load in found if index in load.variables]
+    return tuple(load for load in found if index in load.variables)
 
 
 def vector_bytes(spec: AttentionSpec, m: int, n: int, stages: int) -> int:

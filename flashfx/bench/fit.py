@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from ..region import Problem
 from ..spec import AttentionSpec
 from .sweep import spec_of
 
-TERMS = tuple(f.name for f in fields(Rate))
+TERMS = Rate._fields
 SECONDS = {"tile", "shallow", "narrow", "nested", "turn", "restart", "launch"}
 
 
