@@ -69,41 +69,43 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
 
 @functools.lru_cache(maxsize=4096)
 def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = (),
-           packed: bool = False) -> tuple[Candidate, ...]:
+           packed: bool = False, descriptors: bool = True) -> tuple[Candidate, ...]:
     """Every candidate, fastest first by the cost model at the problem's rounded sizes; those that do not fit last. The same on every machine.
-    packed: heads that share keys are rows of one tile."""
+    packed: heads that share keys are rows of one tile; descriptors: tiles are read by TMA where the card has it."""
     problem = rounded(problem)
     known, scalar = cost.facts(spec, problem).packed(packed), units(problem, gpu) == "fma"
-    found = _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, True)
+    found = _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, True, packed, descriptors)
     if schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
         least = min((c for c in found if c.shared <= gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
-        found = [_weighed(schedule, kernel, c.tiles, spec, problem, gpu, tiled, known, scalar, float("inf")) if c is least else c for c in found]
+        more = lambda c: _weighed(schedule, kernel, c.tiles, spec, problem, gpu, tiled, known, scalar, float("inf"), listed, True, packed, descriptors)
+        found = [more(c) if c is least else c for c in found]
     return tuple(sorted(found, key=_order))
 
 
 @functools.lru_cache(maxsize=4096)
 def fitting(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = (),
-            packed: bool = False) -> tuple[Candidate, ...]:
+            packed: bool = False, descriptors: bool = True) -> tuple[Candidate, ...]:
     """Of `ranked` those that fit, or its first where none does: what a choice takes. Of tiles with too many registers nothing more is worked out."""
     size = rounded(problem)
     known, scalar = cost.facts(spec, size).packed(packed), units(size, gpu) == "fma"
-    found = [c for c in _offers(schedule, kernel, spec, size, gpu, listed, tiled, known, scalar, False) if not c.unfit]
-    return tuple(sorted(found, key=_order)) or ranked(schedule, kernel, spec, problem, gpu, listed, tiled, packed)[:1]
+    offers = _offers(schedule, kernel, spec, size, gpu, listed, tiled, known, scalar, False, packed, descriptors)
+    found = [c for c in offers if not c.unfit]
+    return tuple(sorted(found, key=_order)) or ranked(schedule, kernel, spec, problem, gpu, listed, tiled, packed, descriptors)[:1]
 
 
 def _order(c: Candidate) -> tuple:
     return bool(c.unfit), c.seconds, c.tiles
 
 
-def _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, every: bool) -> list[Candidate]:
+def _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, every: bool, packed: bool, descriptors: bool) -> list[Candidate]:
     """every: also those with too many registers."""
     offers = generated(schedule, kernel, spec, problem, gpu, listed, known.group)
-    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, listed=listed, every=every) for tiles in offers]
+    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, None, listed, every, packed, descriptors) for tiles in offers]
     return [c for c in found if c]
 
 
-def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None = None, listed: bool = False,
-             every: bool = True) -> Candidate | None:
+def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None, listed: bool, every: bool, packed: bool,
+             descriptors: bool) -> Candidate | None:
     """every: False gives None for too many registers."""
     m, n, warps, stages = tiles
     specialised = schedule == "hopper"
@@ -119,7 +121,7 @@ def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, 
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
         programs, name = 1, "one_pass" if kernel == "keys" else kernel
     else:
-        shared = shared_bytes(kernel, tiles, problem, spec, gpu)
+        shared = shared_bytes(kernel, tiles, problem, spec, gpu, listed, packed, descriptors)
         programs, name = resident(gpu, warps, shared, registers), kernel
     unfit, seconds, parts = "", float("inf"), 1
     # lengths that are no multiples of tiles: a number that partitions are handed; a loop for the last tile, whose buffers are aligned anew

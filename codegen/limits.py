@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import functools
 
-from ..expr import QK, Call, Load, Var, walk
+from ..expr import Call, Const, Load, Var, walk
 from ..region import Problem
-from ..spec import BLOCK, AttentionSpec
+from ..spec import BLOCK, AttentionSpec, EmptyRow
 from .captured import is_relative
 from .gpu import GPU
 from .factors import peel
@@ -27,9 +27,9 @@ def grouped(spec: AttentionSpec) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _across(spec: AttentionSpec) -> tuple[Load, ...]:
-    """Reads of tensors with an element for every query and key."""
-    return tuple(load for load in spec.loads if {"i", "j"} <= load.variables)
+def _across(spec: AttentionSpec, cut: bool = True) -> tuple[Load, ...]:
+    """Reads of tensors with an element for every query and key. cut: is the mask evaluated?"""
+    return tuple(load for load in (spec.loads if cut else spec.score.loads) if {"i", "j"} <= load.variables)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,52 +65,62 @@ def units(problem: Problem, gpu: GPU) -> str:
     return UNITS.get(gpu.capability[0], "mma") if gpu.vendor == "NVIDIA" else "mma"
 
 
-def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, gpu: GPU) -> int:
-    """Shared memory that Triton's compiler takes for a kernel: its figure where `is_exact`, in 16 bits and without loaded masks, else an upper bound."""
+def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, gpu: GPU, listed: bool = False,
+                 packed: bool = False, descriptors: bool = True) -> int:
+    """Bytes of shared memory that Triton's compiler takes for a kernel: its figure in 16 bits on NVIDIA cards from sm_80 on but sm_100, integers
+    taken to have 64 bits and captured floats q's width. An upper bound for float32, tables that are gathered, tensors of integers for every query
+    and key, transposed ones and biases where rows average v, values four times as wide as q and k, one stage but in the kernel over keys, other
+    head sizes than multiples of 16 where TMA does not read them, and the kernel "dense".
+
+    listed       tiles come from the mask's run-time summary
+    packed       heads that share keys are rows of one tile, whose q TMA does not read
+    descriptors  on Hopper: TMA reads tiles
+    """
     m, n, warps, stages = tiles
     inner, outer = (m, n) if kernel == "keys" else (n, m)
-    found, across = units(problem, gpu), _across(spec)
-    exact = kernel != "dense" and _is_known(spec, problem, gpu, outer, stages)
+    found, exact = units(problem, gpu), kernel != "dense" and _is_known(spec, problem)
+    copies_ahead = found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0)
+    exact &= found == "wgmma" or copies_ahead and (stages > 1 or kernel == "keys")
+    exact &= problem.D % 16 == problem.Dv % 16 == 0 or found == "wgmma" and descriptors  # TMA fills what lies beyond a head's end
     if exact and found == "wgmma":
-        return _stacked(kernel, tiles, problem, spec, sum([_staged(load, kernel, tiles, problem) for load in across]))
+        return _stacked(kernel, tiles, problem, spec, listed, packed, descriptors)
+    if exact and listed and stages > 2 and _told(kernel, spec, problem):  # the first stage reads where the tile is
+        return shared_bytes(kernel, (m, n, warps, stages - 1), problem, spec, gpu) + 4
     d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
     width = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype])
     loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
+    across = _across(spec)
     tiled_loads = sum(_staged(load, kernel, tiles, problem) if exact or found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
     exchanged = width == 4 or spec.dropout > 0 and not exact and (found != "wgmma" or kernel == "keys" or tiles[0] < 64)  # among threads
     more = tiled_loads + (4 * m * n + 4096) * exchanged
     if kernel == "dense":
         return loaded * (m + n) * (d + dv) + tiled_loads + 4 * m * n + m * n * width + 6144
-    held = outer * (d + dv) if kernel != "forward" else outer * (d if problem.D == problem.Dv else max(d, 2 * dv))
+    held = outer * (d + dv) if kernel != "forward" else outer * (d if problem.D == problem.Dv or exact else max(d, 2 * dv))
     total = loaded * inner * (d + dv) + held + more
     if kernel == "keys":  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
         total += 4 * m * (max(1, stages - 1) + (warps * 32 == m and (found == "wgmma" or stages > 2)))
+    total += sum(_vectors(kernel, tiles, problem, spec)[:1 + (not exact)])
     if found == "mma" and gpu.capability < (8, 0):  # no copies past the registers: both operands of every product pass through shared memory
         total += (inner + outer) * max(d, dv) + 2 * m * n
+    elif found == "mma" and exact and stages == 1:
+        return _in_turn(tiles, problem, spec, tiled_loads)
     elif found == "mma" and stages == 1:  # so they do where nothing is copied ahead
         total += inner * max(d, dv)
     elif found == "mma" and exact:
-        narrowest = min(c.width for size in (problem.D, problem.Dv) for c in chunks(size))
-        passing = 2 * m * n * (outer < narrowest)  # weights on their way to an operand, unless that lies where q came through
+        gathered = sum(_staged(load, kernel, tiles, problem) for load in across if _is_gathered(load))
+        tiled_loads, total = tiled_loads - gathered, total - gathered
+        # where rows that average v meet dropout, the loops divide their tiles among warps in two ways
+        divided = outer < _narrowest(kernel, problem) or kernel != "keys" and spec.dropout and spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
+        passing = max(2 * m * n * bool(divided), gathered)
         if kernel == "keys" and spec.dropout:
             passing = max(passing, _random_bits(m, n, warps))
             total += 4 * m * max(1, stages - 1)  # then delta is copied ahead too
-        return total - tiled_loads + max(tiled_loads, passing) if kernel == "keys" else total + passing
+        stored = outer * max(c.width for c in chunks(problem.Dv)) * WIDTHS[problem.v_dtype]  # at most, when nothing else is needed any more
+        return total - tiled_loads + max(tiled_loads, passing) if kernel == "keys" else max(total + passing, stored)
     elif found == "wgmma" and outer >= 64:
         return total + 2048
     staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability[0] in (10, 11) else 0  # tensor memory is filled through it
     return total + m * n * width * (2 if kernel != "forward" else 1) + (m * dv if kernel == "forward" and problem.D == problem.Dv else 0) + staged + 2048
-
-
-def _is_known(spec: AttentionSpec, problem: Problem, gpu: GPU, outer: int, stages: int) -> bool:
-    """Is the compiler's figure known of a kernel that holds so many rows of the outer operand?"""
-    found = units(problem, gpu)
-    if found == "wgmma" and outer < 64:
-        one_piece = padded(problem.D) * WIDTHS[problem.dtype] == padded(problem.Dv) * WIDTHS[problem.v_dtype] <= 256 and len(chunks(problem.D)) == 1
-        return one_piece and is_exact(spec, problem)
-    if found == "wgmma":
-        return is_exact(spec, problem, False)
-    return found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0) and stages > 1 and is_exact(spec, problem, False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,33 +132,151 @@ def _loop(kernel: str, spec: AttentionSpec, problem: Problem) -> tuple[list[int]
     return *rows, two, bool(_across(spec))
 
 
-def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, staged: int) -> int:
-    """On Hopper: a loop's buffers by size, the largest first, as Triton's allocator (lib/Analysis/Allocation.cpp) places them. Where there are two loops,
-    each has its own in the same place, and what the program holds throughout lies in front of them or behind. staged: bytes of tensors read across."""
+@functools.lru_cache(maxsize=4096)
+def _read(kernel: str, spec: AttentionSpec, cut: bool) -> tuple[str, ...]:
+    """Kinds of what a loop reads at its own index alone. cut: is the mask evaluated in it?"""
+    inner = {"i" if kernel == "keys" else "j"}
+    return tuple(load.kind for load in dict.fromkeys(spec.loads if cut else spec.score.loads) if load.variables & {"i", "j"} == inner)
+
+
+def _vectors(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, cut: bool = True,
+             width: int = 0) -> tuple[int, int]:
+    """Of vectors that a loop reads: bytes that are copied ahead, integers, taken to have 64 bits, and floats; and bytes that exchange among
+    threads what cannot be copied, where each has one element of less than four bytes. width: of a float in bytes, that of q's unless given."""
+    kinds, width, (m, n, warps, stages) = _read(kernel, spec, cut), width or WIDTHS[problem.dtype], tiles
+    if not kinds:
+        return 0, 0
+    inner = m if kernel == "keys" else n
+    one = warps * 32 == inner
+    ahead = 8 * kinds.count("int") + width * kinds.count("float") * (width == 4 or not one)
+    return inner * ahead * (stages - 1), inner * one * (width if "float" in kinds and width < 4 else "bool" in kinds)
+
+
+@functools.lru_cache(maxsize=4096)
+def _told(kernel: str, spec: AttentionSpec, problem: Problem) -> bool:
+    """In a loop over listed tiles that the mask cuts: does the mask reach the tile's place through a load first? Then the pipeliner sees it as
+    far from all products as q . k does (loadOpToIndLevel in its AssignLatencies.cpp), and a stage reads places ahead; else none does."""
+    inner = "i" if kernel == "keys" else "j"
+    if kernel != "keys" and problem.N % BLOCK:
+        return False  # j < N comes before
+    at = spec.visible
+    if inner not in at.variables:
+        return True  # nothing but tiles does
+    while at.args_() and not isinstance(at, Load):
+        at = next(x for x in at.args_() if inner in x.variables) if inner in at.variables else Const(0)
+    return isinstance(at, Load)
+
+
+def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, listed: bool, packed: bool,
+             descriptors: bool) -> int:
+    """On Hopper: the buffers of the loops, over full tiles and over those that a mask cuts, and what the program holds throughout."""
     m, n, warps, stages = tiles
     q, v, two, across = _loop(kernel, spec, problem)
     keys = kernel == "keys"
-    inner, outer = (m, n) if keys else (n, m)
-    older = outer < 64  # products whose operands come from registers: a tile is free when it has been read, and weights are exchanged through shared memory
-    copies = stages - 1 if older else stages
-    held = sorted(((outer * row, 16 if older else min(1024, 8 * row)) for row in (q if kernel == "forward" else q + v)), reverse=True)
-    ring = [(copies * inner * row, 16 if older else min(1024, 8 * row)) for row in q + v]
-    ring += [(_random_bits(m, n, warps), 16)] * (keys and spec.dropout > 0)
-    largest = max(ring)[0]
-    ring += [(8 * copies, 16)] * 2 + [(2 * m * n, 16)] * older + [(staged, 16)] * across  # barriers, weights
-    if keys:  # the log-sum-exps of the rows to come, and a second vector where a thread has one element
-        second = 4 * m * (warps * 32 == m and not older and not across)
-        if spec.dropout:  # then delta is copied ahead too
-            second = 4 * m * max(1, stages - 1)
-        ring += [(4 * m * max(1, stages - 1), 16)] + [(second, 16)] * (second > 0)
-    if two and older and kernel != "rows":
-        held = []  # read into registers before the first
-    parts = [b for b in held if b[0] >= largest], sorted(ring, reverse=True), [b for b in held if b[0] < largest]
+    outer = n if keys else m
+    older = outer < 64  # products whose operands come from registers
+    two |= listed
+    told = listed and stages > 2  # the first stage reads where the tile is
+    cut = _ring(kernel, (m, n, warps, stages - (told and _told(kernel, spec, problem))), problem, spec, True, descriptors)
+    cut += [(4, 16)] * (told and _told(kernel, spec, problem))
+    full = _ring(kernel, (m, n, warps, stages - told), problem, spec, False, descriptors) + [(4, 16)] * told if listed or two and spec.visible.loads else cut
+    held = [(outer * row, 16 if older else min(1024, 8 * row)) for row in (q if kernel == "forward" else q + v)]
+    if two and older and descriptors and not packed and kernel != "rows" and not (keys and max(problem.D, problem.Dv) > 128):
+        held = []  # what TMA reads, as `backward.keys_kernel` says, is in registers before the first
+    if two and full is not cut:
+        return _placed(held, full, cut)
+    held.sort(reverse=True)
+    if not two:
+        return _behind(sorted(held + cut, reverse=True))
+    largest = max(cut)[0]  # loops alike lie in one place
+    return _behind([*(b for b in held if b[0] >= largest), *sorted(cut, reverse=True), *(b for b in held if b[0] < largest)])
+
+
+def _behind(buffers: list[tuple[int, int]]) -> int:
+    """Bytes that buffers, (bytes, alignment), take one behind the other."""
     top = 0
-    for part in parts if two else (sorted(held + ring, reverse=True),):
-        for size, place in part:
-            top = -(-top // place) * place + size
+    for size, place in buffers:
+        top = -(-top // place) * place + size
     return top
+
+
+def _ring(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, cut: bool,
+          descriptors: bool) -> list[tuple[int, int]]:
+    """On Hopper: (bytes, alignment) of a loop's buffers. cut: is the mask evaluated in it?"""
+    m, n, warps, stages = tiles
+    q, v, *_ = _loop(kernel, spec, problem)
+    ahead, exchanged = _vectors(kernel, tiles, problem, spec, cut)
+    keys = kernel == "keys"
+    inner, outer = (m, n) if keys else (n, m)
+    older = outer < 64
+    copies = stages - 1 if older else stages  # a tile is free when it has been read
+    ring = [(copies * inner * row, 16 if older else min(1024, 8 * row)) for row in q + v]
+    divided = older and outer < _narrowest(kernel, problem)
+    exchanged = [2 * m * n * divided, exchanged]  # one after the other
+    for load in _across(spec, cut):
+        staged = _staged(load, kernel, tiles, problem)
+        if keys or _is_gathered(load):
+            exchanged.append(staged)
+        else:
+            ring.append((staged, 16))
+    if keys:  # random bits, or delta
+        exchanged.append(_random_bits(m, n, warps) if spec.dropout else 4 * m * (warps * 32 == m))
+    # pieces of an operand that is read transposed are awaited one by one
+    barriers = 2 if not older else len(q) + (len(v) if kernel != "forward" else 1)
+    ring += [(max(exchanged), 16)] + [(8 * copies, 16)] * (barriers * descriptors) + [(ahead, 16)]
+    if keys:  # the log-sum-exps of the rows to come; with dropout delta too
+        ring += [(4 * m * max(1, stages - 1), 16)] * (1 + (spec.dropout > 0))
+    return [b for b in ring if b[0]]
+
+
+def _placed(held: list[tuple[int, int]], *loops: list[tuple[int, int]]) -> int:
+    """Bytes that buffers, (bytes, alignment), take: those of loops that run one after the other, and those held in all of them. As
+    calculateStarts in Triton's lib/Analysis/Allocation.cpp: into the lowest free place goes the largest buffer that no other place could take."""
+    every = (1 << len(loops)) - 1
+    todo = [(size, place, every) for size, place in held] + [(size, place, 1 << number) for number, ring in enumerate(loops) for size, place in ring]
+    todo.sort(key=lambda b: -b[0])
+    free, top = [(0, every)], 0  # place -> in which loops it is free
+    while todo:
+        start, when = free.pop(0)
+        elsewhere = 0
+        for _, others in free:
+            elsewhere |= others
+        for chosen in todo:
+            size, place, used = chosen
+            if used & when and not used & elsewhere:
+                break
+        else:
+            continue
+        todo.remove(chosen)
+        end = -(-start // place) * place + size
+        top = max(top, end)
+        free.append((end, when & used))
+        if when & ~used:
+            free.append((start, when & ~used))
+        free.sort()
+    return top
+
+
+def _in_turn(tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, staged: int) -> int:
+    """The kernel over keys with one stage, on matrix units that take operands from registers: a tile of q lies there for two products, then one
+    of dO, each exchanged among threads besides, as the transposed operand. staged: bytes that exchange tensors read across."""
+    m, n, warps, _ = tiles
+    q, v, _, _ = _loop("keys", spec, problem)
+    divided = n < _narrowest("keys", problem)  # then each warp holds few rows of such an operand, and weights are exchanged too
+    # rows that a thread holds before as after are exchanged in two halves
+    exchanged = lambda row: m * row // (2 if not divided and 32 * warps * 16 // row < m else 1)
+    weights, bits = 2 * m * n * divided, _random_bits(m, n, warps) * (spec.dropout > 0)
+    at_q = max(m * sum(q[:piece + 1]) + max(exchanged(row), staged) for piece, row in enumerate(q))
+    # a random choice is made between the products that read dO: all its pieces are there
+    at_v = max(m * sum(v if spec.dropout else v[:piece + 1]) + exchanged(row) for piece, row in enumerate(v))
+    at_v = max(at_v, m * sum(v) + max(weights, bits))
+    return n * sum(q + v) + max(at_q, m * sum(q) + at_v)
+
+
+def _narrowest(kernel: str, problem: Problem) -> int:
+    """Narrowest piece of the output, or of dK or dQ. Where a tile has fewer rows, warps divide its columns, and weights pass through shared
+    memory on their way to an operand in registers."""
+    return min(c.width for c in chunks(problem.Dv if kernel == "forward" else problem.D))
 
 
 def _random_bits(m: int, n: int, warps: int) -> int:
@@ -158,28 +286,42 @@ def _random_bits(m: int, n: int, warps: int) -> int:
 
 def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: Problem, width: int = 0) -> int:
     """Of a tensor with an element for every query and key: tiles in flight, or what exchanges them among threads, 16 bytes of each at a time.
-    width: of an element in bytes, that of q's unless given."""
+    width: of a float in bytes, that of q's unless given."""
     m, n, warps, stages = tiles
-    if load.kind != "float" or load.index[-1] != Var("j"):
+    if kernel != "dense" and _is_gathered(load):
+        inner, outer = (m, n) if kernel == "keys" else (n, m)
+        return outer * max(4 * min(inner, 32), (width or WIDTHS[problem.dtype]) * inner)
+    if load.kind == "int" or load.index[-1] != Var("j") or kernel == "dense" and load.kind == "bool":
         return WIDTHS["float32"] * m * n * stages
-    width = width or WIDTHS[problem.dtype]
-    return min(512 * warps, width * m * n) if kernel == "keys" else width * m * n * max(1, stages - 1)
+    width = 1 if load.kind == "bool" else width or WIDTHS[problem.dtype]
+    if kernel == "keys":  # transposed on the way; booleans all at once
+        return m * n if width == 1 else min(512 * warps, width * m * n)
+    return width * m * n * max(1, stages - 1)
 
 
 def wider_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec) -> int:
     """What more is needed if captured tensors are float32, which a plan is not told."""
-    return 0 if kernel == "dense" else sum(_staged(load, kernel, tiles, problem, 4) - _staged(load, kernel, tiles, problem) for load in _across(spec))
+    if kernel == "dense":
+        return 0
+    vectors = _vectors(kernel, tiles, problem, spec, width=4)[0] - _vectors(kernel, tiles, problem, spec)[0]
+    return vectors + sum(_staged(load, kernel, tiles, problem, 4) - _staged(load, kernel, tiles, problem) for load in _across(spec))
+
+
+@functools.cache
+def _is_gathered(load: Load) -> bool:
+    """Is a table read at a position that each element computes? Then values come through registers; 32 of a row are exchanged at once."""
+    return load.kind == "float" and not any({"i", "j"} & x.variables for x in load.index if isinstance(x, Var)) and all(
+        not {"i", "j"} & inner.variables for x in load.index for inner in x.loads)
 
 
 @functools.lru_cache(maxsize=4096)
-def is_exact(spec: AttentionSpec, problem: Problem, older: bool = True) -> bool:
-    """Does `shared_bytes` know what the compiler takes? older: for products whose operands come from registers; Hopper's take captured tensors and dropout too."""
-    if spec.visible.loads or "float32" in (problem.dtype, problem.v_dtype) or problem.D % 16 or problem.Dv % 16:
+def _is_known(spec: AttentionSpec, problem: Problem) -> bool:
+    """Is all known that passes through shared memory, of tables that are gathered at most how much?"""
+    if "float32" in (problem.dtype, problem.v_dtype):
         return False
-    if older:
-        return peel(spec.score)[0] == QK and not spec.dropout
-    tiled = lambda load: {"i", "j"} <= load.variables and load.kind == "float" and load.index[-1] == Var("j")
-    return all(tiled(load) or not {"i", "j"} & load.variables for load in spec.loads)
+    tiled = lambda load: load.kind != "int" and load.index[-1] == Var("j")
+    plain = lambda load: len(load.variables & {"i", "j"}) < 2 and all(isinstance(x, Var) or not x.variables & {"i", "j"} for x in load.index)
+    return all(tiled(load) or _is_gathered(load) if {"i", "j"} <= load.variables else plain(load) for load in spec.loads)
 
 
 REGISTERS = {

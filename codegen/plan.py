@@ -156,14 +156,15 @@ def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gp
         tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
         if kernel == "dense" and has_relative(spec):  # so that every tile of a diagonal of tiles has the same diagonals
             tiles = (min(tiles[:2]), min(tiles[:2]), *tiles[2:])
-        chosen = Candidate(tiles, shared_bytes(kernel, tiles, problem, spec, gpu), registers_per_thread(kernel, tiles, problem, spec))
+        shared = shared_bytes(kernel, tiles, problem, spec, gpu, listed, bool(packed), descriptors)
+        chosen = Candidate(tiles, shared, registers_per_thread(kernel, tiles, problem, spec))
         if kernel == "forward":
             known = cost.facts(spec, rounded(problem)).packed(bool(packed))
             chosen = replace(chosen, parts=predicted("triton", kernel, tiles, known, gpu, units(problem, gpu) == "fma",
                                                      resident(gpu, tiles[2], chosen.shared, chosen.registers), chosen.registers)[1])
     else:
         _check_types(problem, gpu)
-        offers = fitting("triton", kernel, spec, rounded(problem), gpu, listed, packed=bool(packed))
+        offers = fitting("triton", kernel, spec, rounded(problem), gpu, listed, packed=bool(packed), descriptors=descriptors)
         chosen = offers[0]
         if chosen.unfit:
             raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {chosen.tiles[0]}x{chosen.tiles[1]} tiles need {chosen.shared} bytes of shared "

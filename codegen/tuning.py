@@ -82,8 +82,9 @@ def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, giv
         found += [{"schedule": "hopper", kernel: t} for t in offers]
     kernels = ("forward",) if direction == "forward" else ("keys", "rows")
     packed = not given["listed"] and bool(packed_axes(spec, problem))
-    lists = {k: [c.tiles for c in ranked("triton", k, spec, size, gpu, given["listed"], packed=k == "forward" and packed) if not c.unfit][:FEW]
-             for k in kernels}
+    described = planning.has_descriptors(spec, problem, gpu) and given.get("descriptors") is not False
+    lists = {k: [c.tiles for c in ranked("triton", k, spec, size, gpu, given["listed"], packed=k == "forward" and packed, descriptors=described)
+                 if not c.unfit][:FEW] for k in kernels}
     return found + [{"schedule": "triton", **{k: ts[n % len(ts)] for k, ts in lists.items()}} for n in range(max(map(len, lists.values())))]
 
 

@@ -75,13 +75,14 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     """(what `cost.features` finds, seconds of memory) for one measured kernel."""
     spec, p = point.spec, point.problem
     m, n, warps, stages = tiles
+    packed = is_packed(point, schedule, kernel)
     if schedule == "hopper":
         name = {"one_pass": "keys"}.get(kernel, kernel)
         programs, registers = 1, hopper.registers_per_thread(name, p, m, n, hopper.is_heavy(spec, name, max(p.D, p.Dv)))
     else:
         registers = registers_per_thread(kernel, tiles, p, spec)
-        programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu), registers)
-    known = cost.facts(spec, p).packed(is_packed(point, schedule, kernel))
+        programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu, packed=packed), registers)
+    known = cost.facts(spec, p).packed(packed)
     found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, known, gpu, units(p, gpu) == "fma", programs, registers)
     return found, max(device / (gpu.bandwidth * rates.BANDWIDTH), all_bytes / (gpu.bandwidth * rates.CACHE), waiting)
 

@@ -1,22 +1,24 @@
-"""Shared memory as predicted is what the compiler allocates: every schedule, tile and head size, on sm_80, sm_89 and sm_90, without a GPU."""
+"""Shared memory as predicted is what the compiler allocates: every tile that the planner can propose, of every schedule, head size and
+variant, on sm_80, sm_89 and sm_90, without a GPU."""
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from flashfx.bench.sweep import Job, Workload, role, shape
-from flashfx.codegen import limits
-from flashfx.codegen.candidates import generated
+from flashfx.codegen.candidates import Tiles, fitting
 from flashfx.codegen.load import load
-from flashfx.codegen.plan import make_plan, overridden
+from flashfx.codegen.plan import Plan, make_plan, overridden
 from flashfx.codegen.render import render
-from flashfx.codegen.schedules import hopper_memory
+from flashfx.codegen.schedules import hopper_captured
 from flashfx.codegen.timing import Operands
 from flashfx.compat import interpreting
 from flashfx.region import Problem
 from flashfx.spec import AttentionSpec
+
+from .cases import CORE, MORE, spec as spec_of
 
 pytest.importorskip("triton.backends.nvidia.compiler")
 if interpreting():
@@ -27,61 +29,137 @@ import torch  # noqa: E402
 from .compiled import BY_ARCH, shared_memory  # noqa: E402
 
 HEADS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
-EVERY = [(m, n, warps, stages) for m, n in itertools.product((16, 32, 64, 128), repeat=2) for warps in (4, 8) for stages in (2, 3)]
+ALL = {**CORE, **MORE}
+SPECS = {  # name -> (variant, kind, are captured tensors trained?, one of how many tiles is built, which one first)
+    "full": ("full", "self", False, 1, 0), "causal": ("causal", "self", False, 1, 0), "dropout": ("dropout", "self", False, 1, 0),
+    "bias": ("bias", "self", False, 1, 0),
+    # three that differ in registers alone, and two: together they have every tile
+    "window": ("window", "self", False, 3, 0), "softcap": ("softcap", "self", False, 3, 1), "alibi": ("alibi", "self", False, 3, 2),
+    "full grouped": ("full", "gqa", False, 2, 0), "causal grouped": ("causal", "gqa", False, 2, 1), "trained": ("bias", "self", True, 2, 0)}
+ROLES = {"forward": "attention_forward", "keys": "attention_backward_keys", "rows": "attention_backward_rows"}
 
 
-def tiles_of(schedule: str, kernel: str, workload: Workload, gpu) -> list:
-    """Tiles of a kernel that fit. On Hopper what the planner looks at, elsewhere, where it looks at few, every tile."""
-    spec, p = workload.spec, workload.problems[0]
-    if schedule == "hopper":
-        tiles = generated("hopper", kernel, spec, p, gpu)
-        return [t for t in tiles if hopper_memory.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) <= gpu.shared_per_block]
-    if gpu.is_hopper:
-        tiles = [t for t in generated("triton", kernel, spec, p, gpu) if t[kernel == "keys"] >= 64 or p.D <= 128]  # few rows of long heads: an upper bound
-    else:
-        tiles = [t for t in EVERY if not (kernel == "keys" and t[0] == 128 and t[2] == 4 or t[kernel != "keys"] == 16 or t[kernel == "keys"] == 16)]
-    return [t for t in tiles if limits.shared_bytes(kernel, t, p, spec, gpu) <= gpu.shared_per_block
-            and limits.registers_per_thread(kernel, t, p, spec) <= 255]
+@dataclass(frozen=True)
+class Case:
+    """What is built: a variant of `cases` at head sizes and a length, for an architecture. listed: tiles come from a list."""
 
+    arch: str
+    variant: str
+    kind: str = "self"
+    head: int = 64
+    length: int = 512
+    trained: bool = False
+    listed: bool = False
+    v_head: int = 0
+    dtype: str = "bfloat16"
 
-def captured(spec) -> tuple[str, ...]:
-    return tuple(a.name for a in spec.aux if a.name == "bias")
+    @functools.cached_property
+    def spec(self) -> AttentionSpec:
+        return spec_of(ALL[self.variant], self.kind)
 
+    @property
+    def problem(self) -> Problem:
+        """No extent is 1 or a multiple of 16: Triton compiles those anew."""
+        return Problem((3, 2, 5) if self.kind == "gqa" else (3, 5), self.length, self.length, self.head, self.v_head or self.head, self.dtype, self.dtype)
 
-def check(arch: str, variant: str, grouped: bool, head: int, some: int = 0, length: int = 512) -> None:
-    """Every tile of every kernel, or `some` of them."""
-    gpu, workload = BY_ARCH[arch], Workload(variant, grouped, (replace(shape(512, head, grouped, "bfloat16"), M=length, N=length),))
-    spec, p = workload.spec, workload.problems[0]
-    for schedule in ("triton", "hopper") if gpu.is_hopper else ("triton",):
-        offers = {kernel: tiles_of(schedule, kernel, workload, gpu) for kernel in (("forward", "keys", "rows") if schedule == "triton" else ("forward", "keys"))}
-        jobs = [Job(workload, "forward", schedule, (("forward", t),), gpu) for t in offers["forward"]]
-        backward = {k: ts for k, ts in offers.items() if k != "forward"}
-        for n in range(max(map(len, backward.values())) if all(backward.values()) else 0):
-            jobs.append(Job(workload, "backward", schedule, tuple((k, ts[n % len(ts)]) for k, ts in backward.items()), gpu))
-        for job in jobs[:: max(1, len(jobs) // some)] if some else jobs:
-            if job.module is None:  # the schedule does not take it
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        return (True, True, True, *(self.trained for _ in self.spec.aux))
+
+    @property
+    def tiled(self) -> tuple[str, ...]:
+        return tuple(sorted({load.name for load in hopper_captured.candidates(self.spec)}))
+
+    def offers(self, schedule: str, kernel: str) -> list[Tiles]:
+        """What the planner can propose."""
+        found = fitting(schedule, kernel, self.spec, self.problem, BY_ARCH[self.arch], self.listed, self.tiled if schedule == "hopper" else ())
+        return sorted(c.tiles for c in found if not c.unfit)
+
+    def plan(self, direction: str, schedule: str, tiles: dict[str, Tiles]) -> Plan:
+        with overridden(schedule=schedule, parts=1, packed=False, **{"forward": (64, 32, 4, 2), **tiles}):
+            return make_plan(self.spec, self.problem, BY_ARCH[self.arch], direction, listed=self.listed, needs=self.needs)
+
+    def check(self, schedule: str, tiles: dict[str, Tiles], exact: bool = True) -> None:
+        """Build kernels of one direction, name -> tiles. exact: else as much as predicted at most."""
+        gpu, direction = BY_ARCH[self.arch], "forward" if "forward" in tiles else "backward"
+        backward = self.plan("backward", schedule, tiles) if direction == "backward" else None
+        forward = self.plan("forward", "triton" if backward else schedule, tiles)
+        plan = backward or forward
+        if plan.schedule != schedule:  # which does not take it
+            return
+        module = load(render(self.spec, forward, self.problem, self.needs if backward else (False,) * len(self.needs), backward).text)
+        arguments = _operands(self.spec, self.problem)
+        found = shared_memory(lambda: arguments.call(module, direction), module, gpu, {ROLES[kernel] for kernel in tiles})
+        for kernel, t in tiles.items():
+            predicted = (plan.rows if kernel == "rows" else plan).shared
+            size = found[ROLES[kernel]]
+            assert size <= predicted <= gpu.shared_per_block and (size == predicted or not exact), (self, schedule, kernel, t, size, predicted)
+
+    def builds(self) -> list[tuple[str, dict[str, Tiles]]]:
+        """(schedule, tiles) of all that the planner can propose; kernels of backward in pairs, since one module has both."""
+        found = []
+        for schedule in ("triton", "hopper") if BY_ARCH[self.arch].is_hopper else ("triton",):
+            found += [(schedule, {"forward": t}) for t in self.offers(schedule, "forward")]
+            if schedule == "hopper":
+                found += [(schedule, {"keys": t}) for t in self.offers(schedule, "keys")]
                 continue
-            arguments = Operands(spec, p, torch.device("cpu"))
-            found = shared_memory(lambda: arguments.call(job.module, job.direction), job.module, gpu)
-            for name, size in found.items():
-                kernel = {"one_pass": "keys"}.get(role(job, name), role(job, name))
-                if kernel not in dict(job.tiles) or name in ("attention_reset", "attention_delta"):
-                    continue
-                t = dict(job.tiles)[kernel]
-                predicted = hopper_memory.shared_bytes(kernel, spec, p, t[0], t[1], t[3], captured(spec)) if schedule == "hopper" else \
-                    limits.shared_bytes(kernel, t, p, spec, gpu)
-                assert size == predicted, (str(job), kernel, size, predicted)
+            keys, rows = self.offers(schedule, "keys"), self.offers(schedule, "rows")
+            for pair in itertools.zip_longest(keys, rows):
+                found.append((schedule, {kernel: t for kernel, t in zip(("keys", "rows"), pair) if t}))
+        return found
 
 
-@pytest.mark.parametrize("arch, variant, grouped, head", [
-    ("sm_80", "causal", False, 64), ("sm_80", "full", True, 128), ("sm_89", "causal", True, 80), ("sm_90", "full", False, 64), ("sm_90", "causal", False, 128),
-    ("sm_90", "full", True, 96), ("sm_90", "bias", False, 64), ("sm_90", "dropout", False, 64), ("sm_80", "bias", False, 64),
-    ("sm_89", "dropout", False, 32)])
-def test_shared_memory_is_the_compilers(arch, variant, grouped, head):
-    check(arch, variant, grouped, head, some=4)
+@functools.lru_cache(maxsize=4)
+def _operands(spec: AttentionSpec, problem: Problem) -> Operands:
+    return Operands(spec, problem, torch.device("cpu"))
 
 
-SPECS = {  # what a spec is made of -> (axes of q, axes of k, captured tensor, score, mask)
+def case(arch: str, name: str, head: int, **more) -> Case:
+    variant, kind, trained, *_ = SPECS[name]
+    return Case(arch, variant, kind, head, trained=trained, **more)
+
+
+def check_some(found: Case, number: int, turn: int, schedules: tuple[str, ...] = ("triton", "hopper"), exact: bool = True) -> None:
+    """So many builds, others in every turn."""
+    builds = [build for build in found.builds() if build[0] in schedules]
+    for n in range(min(number, len(builds))):
+        found.check(*builds[(n * len(builds) // number + 5 * turn) % len(builds)], exact)
+
+
+@pytest.mark.parametrize("arch, number", [("sm_80", 1), ("sm_89", 1), ("sm_90", 3)])
+@pytest.mark.parametrize("turn, name", enumerate(SPECS))
+def test_shared_memory_is_the_compilers(arch, number, turn, name):
+    """Some tiles of every variant, at another head size for each variant and architecture."""
+    check_some(case(arch, name, HEADS[(4 * turn + int(arch[-2:])) % len(HEADS)]), number, turn)
+
+
+@pytest.mark.parametrize("turn, name", enumerate(("full", "dropout", "alibi", "bias")))
+def test_shared_memory_of_few_rows(turn, name):
+    """Tiles of 16 and 32 rows, on Hopper by the older instruction."""
+    check_some(case("sm_90", name, HEADS[(5 * turn + 2) % len(HEADS)], length=48), 2, turn)
+
+
+FURTHER = [
+    # the portable schedule alone: masks that are loaded, with and without lists; vectors; unequal head sizes, and one that is no multiple of 16
+    Case("sm_90", "documents", "gqa", 64, listed=True), Case("sm_80", "documents", head=128), Case("sm_90", "lengths", head=80, listed=True),
+    Case("sm_90", "padding", head=192, listed=True), Case("sm_90", "bool_mask", "gqa", 80), Case("sm_80", "bool_mask", "gqa", 128, listed=True),
+    Case("sm_90", "column_bias", head=128), Case("sm_80", "two_reads", "gqa", 64), Case("sm_80", "full", head=128, v_head=64),
+    Case("sm_90", "causal", head=64, v_head=128), Case("sm_90", "causal", head=72)]
+
+
+@pytest.mark.parametrize("turn, found", enumerate(FURTHER), ids=str)
+def test_shared_memory_of_further_specs(turn, found):
+    check_some(found, 2, turn, ("triton",))
+
+
+@pytest.mark.parametrize("turn, found", enumerate([Case("sm_90", "t5_table", "gqa"), Case("sm_80", "relative", head=80), Case("sm_80", "causal", head=72),
+                                                   Case("sm_80", "full", dtype="float32")]), ids=str)
+def test_no_more_shared_memory_than_predicted(turn, found):
+    """Where the figure is an upper bound."""
+    check_some(found, 2, turn, ("triton",), exact=False)
+
+
+MADE_OF = {  # what a spec is made of -> (axes of q, axes of k, captured tensor, score, mask)
     "two": ("b, h", "b, h", "", "qk", ""), "upper": ("b, h", "b, h", "", "qk", "i <= j"), "three": ("b, h, g", "b, h", "", "qk", "j <= i"),
     "one": ("b", "b", "", "qk", ""),
     "bias": ("b, h", "b, h", "t: float[3]", "qk + t[h, i, j]", ""), "by head": ("b, h", "b, h", "t: float[2]", "qk + t[b, h]", "j <= i")}
@@ -93,7 +171,7 @@ SPECS = {  # what a spec is made of -> (axes of q, axes of k, captured tensor, s
     ("one", (7,), 500, 128, 64, False), ("bias", (2, 5), 512, 64, 64, True), ("by head", (2, 5), 512, 64, 64, False)])
 def test_what_partitions_are_handed(kind, extents, length, head, v_head, trained):
     """Extents of 1, lengths that are no multiples of tiles, unequal head sizes, stored gradients: partitions of the Hopper pair are handed more or less."""
-    q, k, given, score, where = SPECS[kind]
+    q, k, given, score, where = MADE_OF[kind]
     lines = [f"attention[{q}, i, j]", *([f"  given   {given}"] if given else []), f"  qk = q[{q}, i] . k[{k}, j]", f"  score = {score}"]
     spec = AttentionSpec.parse("\n".join([*lines, *([f"  where {where}", "  empty nan"] if where else []), f"  out = softmax_j(score) . v[{k}, j]"]))
     gpu, p = BY_ARCH["sm_90"], Problem(extents, length, length, head, v_head, "bfloat16", "bfloat16")
@@ -103,21 +181,31 @@ def test_what_partitions_are_handed(kind, extents, length, head, v_head, trained
     module, arguments = load(render(spec, plans["forward"], p, needs, plans["backward"]).text), Operands(spec, p, torch.device("cpu"))
     assert bool(plans["backward"].stored) == trained
     for direction, plan in plans.items():
-        found = shared_memory(lambda: arguments.call(module, direction), module, gpu)
-        name = "attention_forward" if direction == "forward" else "attention_backward_keys"
+        name = ROLES["forward" if direction == "forward" else "keys"]
+        found = shared_memory(lambda: arguments.call(module, direction), module, gpu, {name})
         assert plan.schedule == "hopper" and found[name] == plan.shared, (direction, found, plan.shared)
-
-
-@pytest.mark.parametrize("variant", ["full", "causal"])
-def test_shared_memory_of_few_rows(variant):
-    """Tiles of 16 and 32 rows, on Hopper by the older instruction."""
-    check("sm_90", variant, False, 64, some=6, length=48)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
-@pytest.mark.parametrize("variant, grouped", [("full", False), ("causal", False), ("full", True), ("causal", True), ("window", False), ("dropout", False), ("softcap", False),
-                                              ("alibi", False), ("bias", False), ("trained", False)])
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("head", HEADS)
-def test_shared_memory_everywhere(arch, variant, grouped, head):
-    check(arch, variant, grouped, head)
+def test_shared_memory_everywhere(arch, name, head):
+    """Every tile that the planner can propose, for many rows and for few."""
+    *_, step, first = SPECS[name]
+    seen, todo = set(), []
+    for length in (512, 48):
+        found = case(arch, name, head, length=length)
+        for schedule, tiles in found.builds():
+            new = {kernel: t for kernel, t in tiles.items() if (schedule, kernel, t) not in seen}
+            seen |= {(schedule, *item) for item in new.items()}
+            todo += [(found, schedule, new)] * bool(new)
+    for found, schedule, tiles in todo[first::step] if len(todo) > step else todo:
+        found.check(schedule, tiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn, found", enumerate(FURTHER), ids=str)
+def test_shared_memory_of_further_specs_everywhere(turn, found):
+    for at, head in enumerate((found.head, *HEADS)):
+        check_some(replace(found, head=head), 6, turn + at, ("triton",))
