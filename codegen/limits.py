@@ -69,8 +69,8 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
                  packed: bool = False, descriptors: bool = True) -> int:
     """Bytes of shared memory that Triton's compiler takes for a kernel: its figure in 16 bits on NVIDIA cards from sm_80 on but sm_100, integers
     taken to have 64 bits and captured floats q's width. An upper bound for float32, tables that are gathered, tensors of integers for every query
-    and key, transposed ones and biases where rows average v, values four times as wide as q and k, one stage but in the kernel over keys, other
-    head sizes than multiples of 16 where TMA does not read them, and the kernel "dense".
+    and key, transposed ones and biases where rows average v, values four times as wide as q and k, one stage (but in the kernel over keys on
+    sm_80 and sm_89), other head sizes than multiples of 16 where TMA does not read them, and the kernel "dense".
 
     listed       tiles come from the mask's run-time summary
     packed       heads that share keys are rows of one tile, whose q TMA does not read
@@ -80,7 +80,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     inner, outer = (m, n) if kernel == "keys" else (n, m)
     found, exact = units(problem, gpu), kernel != "dense" and _is_known(spec, problem)
     copies_ahead = found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0)
-    exact &= found == "wgmma" or copies_ahead and (stages > 1 or kernel == "keys")
+    exact &= found == "wgmma" and stages > 1 or copies_ahead and (stages > 1 or kernel == "keys")
     exact &= problem.D % 16 == problem.Dv % 16 == 0 or found == "wgmma" and descriptors  # TMA fills what lies beyond a head's end
     if exact and found == "wgmma":
         return _stacked(kernel, tiles, problem, spec, listed, packed, descriptors)
