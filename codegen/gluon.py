@@ -132,11 +132,20 @@ def in_gluon(text: str) -> str:
     return re.sub(r"\btl\.", "gl.", text)
 
 
+APART = '''@gluon.jit
+def apart(values, one):
+    """The most that any of some integers differs from `one`: 0 not at all, 1 in the low word alone, 2 in the high one. The greatest of
+    small numbers is found sooner than the least and the greatest of 64-bit ones."""
+    one = one.to(gl.int64)
+    high = (values.to(gl.int64) >> 32) != (one >> 32)
+    return gl.max((values != one).to(gl.int32) + high.to(gl.int32), 0)'''
+
+
 def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
-    return [*found, *([KEEP_TILE] if "random_bits(" in text else [])]
+    return [*found, *([KEEP_TILE] if "random_bits(" in text else []), *([APART] if "apart(" in text else [])]
 
 
 def words_of(text: str) -> set[str]:

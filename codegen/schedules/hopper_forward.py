@@ -15,7 +15,7 @@ from ..writer import Kernel, Writer
 from .ends import ended, warpgroup_score
 from .forward import heavy_last, is_finite
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_vectors import PLACES, by_hand, compared, cut, groups, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
+from .hopper_vectors import PLACES, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -308,8 +308,10 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
                 hide_by([*ends, *map(program.tile, closed)])
             if not compared(spec):
                 return hide_by([*map(program.tile, others)])
-            with program.branch(), out.block("if is_cut != 0:"):
-                hide_by([*map(program.tile, others)])
+            low, whole = hidden_by_data(site, program)
+            for condition, parts in ([("is_cut > 1", whole)] if whole else []) + [("is_cut != 0", low)]:
+                with program.branch(), out.block(f"if {condition}:"):
+                    hide_by(parts)
         if partial == "True" or first and site.listed:  # the list begins with partial tiles
             hide()
         else:

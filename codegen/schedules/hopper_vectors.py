@@ -98,6 +98,20 @@ def compared(spec: AttentionSpec) -> list[tuple[str, Expr, Expr]]:
     return found if None not in found and all({*e.loads} <= known for _, *sides in found for e in sides) else []
 
 
+def hidden_by_data(site: Site, program: Program) -> tuple[list[str], list[str]]:
+    """Conditions of what the others leave visible in a tile with is_cut: those that do, equalities of low words alone, and the equalities that is_cut > 1
+    asks for besides. Document ids are 64 bits wide, and differ in the low ones."""
+    low, whole = [], []
+    for conjunct, (op, row, key) in zip(groups(site.spec, "j")[1], compared(site.spec)):
+        if op == "eq":
+            words = [program.spread(f"{program.value(e)}.to(tl.int32)", frozenset(x)) for e, x in ((row, "i"), (key, "j"))]
+            low.append(f"({' == '.join(words)})")
+            whole.append(program.tile(conjunct))
+        else:
+            low.append(program.tile(conjunct))
+    return low, whole
+
+
 # -------------------------------------------------------------------------------------------------------- the one warp
 
 def _values(site: Site, program: Program, index: str) -> dict[str, str]:
@@ -111,9 +125,14 @@ def read_rows(site: Site, out: Writer) -> tuple[dict[str, str], Program]:
         out.assign("i", "i0 + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))")
     rows = Program(site.spec, out.section(), inner="j")
     found |= _values(site, rows, "i")
-    for n, (_, row, _) in enumerate(compared(site.spec)):
-        for end in ("min", "max"):
-            out.assign(f"{end}_row_{n}", f"tl.{end}({rows.value(row)}, 0)")
+    for n, (op, row, _) in enumerate(compared(site.spec)):
+        value = rows.value(row)
+        if op == "eq":
+            out.assign(f"one_row_{n}", f"tl.max({value}, 0)")
+            out.assign(f"cut_row_{n}", f"apart({value}, one_row_{n})")
+        else:
+            for end in ("min", "max"):
+                out.assign(f"{end}_row_{n}", f"tl.{end}({value}, 0)")
     return found, Program(site.spec, out.section(), inner="j", beside=rows)
 
 
@@ -123,13 +142,17 @@ def read_keys(site: Site, program: Program, out: Writer) -> dict[str, str]:
         out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
     program.enter(out, vectors(site.spec, "j"), "j" if site.whole else "")
     found = ({"start_ring": "gl.full([1], j0, gl.int32, lane)"} if site.listed else {}) | _values(site, program, "j")
-    if pairs := compared(site.spec):
-        holds = []
-        for n, (op, _, key) in enumerate(pairs):
-            ends = {f"{end}_key_{n}": f"tl.{end}({program.value(key)}, 0)" for end in ("min", "max")}
-            holds += [text.replace(name, value) for text in certain_where(op, n) for name, value in ends.items() if name in text]
-        found["cut_ring"] = f"gl.full([1], 1 - ({' & '.join(holds)}).to(tl.int32), gl.int32, lane)"
-    return found
+    told = ""
+    for n, (op, _, key) in enumerate(compared(site.spec)):
+        value = program.value(key)
+        if op == "eq":
+            text = f"tl.maximum(apart({value}, one_row_{n}), cut_row_{n})"
+        else:
+            ends = {f"{end}_key_{n}": f"tl.{end}({value}, 0)" for end in ("min", "max")}
+            holds = [text.replace(name, end) for text in certain_where(op, n) for name, end in ends.items() if name in text]
+            text = f"1 - ({' & '.join(holds)}).to(tl.int32)"
+        told = f"tl.maximum({told}, {text})" if told else text
+    return found | ({"cut_ring": f"gl.full([1], {told}, gl.int32, lane)"} if told else {})
 
 
 # ------------------------------------------------------------------------------------------------------ the warpgroups

@@ -79,3 +79,14 @@ def problem(kind: str = "self", D: int = 16, dtype: str = "float32", M: int = 37
     extents = (batch, heads, 2) if kind == "gqa" else (batch, heads)
     N = N if N is not None else M + 14 if kind == "cross" else M
     return Problem(extents, M, N, D, Dv or D, dtype, v_dtype or dtype)
+
+
+IDS = {
+    "packed": lambda at: at // 50,
+    "high words": lambda at: at // 50 << 32,
+    "both words": lambda at: (at // 50 << 32) + at // 20,
+    "negative": lambda at: at // 50 - 3,
+    "32 bits": lambda at: (at // 50 - 3).int(),
+    "unsorted": lambda at: at // 50 * 7 % 5 - 2,
+}
+"""Position -> id of its document, int64 unless said otherwise: what tells them apart need not be the low word."""

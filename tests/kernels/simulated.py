@@ -15,7 +15,7 @@ from flashfx.codegen.schedules import hopper
 from flashfx.codegen.selfcheck import inputs
 
 from . import gluon_dialect, gluon_simulator
-from .cases import CORE, KINDS, MORE, problem, spec
+from .cases import CORE, IDS, KINDS, MORE, problem, spec
 from .gluon_simulator import Deadlock, Race
 from .run import run
 
@@ -113,6 +113,13 @@ def test_rest_of_empty_lists(hidden, head):
     keep, = operands[3]
     keep[{"keys": (..., slice(128, 256)), "rows": (..., slice(128, 256), slice(None)), "all": ...}[hidden]] = False
     run(s, p, operands=operands, listed=True).within_budget()
+
+
+@pytest.mark.parametrize("ids", IDS)
+def test_rest_of_ids(ids):
+    s, p = spec(EVERY["documents"]), problem("self", 64, "bfloat16", M=300, batch=1)
+    q, k, v, (doc,), seed, sizes = inputs(s, p)
+    run(s, p, operands=(q, k, v, [IDS[ids](torch.arange(300)).expand(doc.shape[0], -1)], seed, sizes), listed=True).within_budget()
 
 
 @pytest.mark.parametrize("seed", range(3))

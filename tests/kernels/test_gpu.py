@@ -10,7 +10,7 @@ from flashfx.codegen import blocks, gpu, launch
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import inputs
 
-from .cases import CORE, KINDS, MORE, problem, spec
+from .cases import CORE, IDS, KINDS, MORE, problem, spec
 from .run import lse_gradient, run
 from .test_families import FAMILIES, spec as family, tensors
 
@@ -54,6 +54,13 @@ LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked
 def test_listed(variant, kind, dtype, length):
     """Tiles from the mask's run-time summary; captured ids are sorted, so that whole blocks are hidden and whole blocks visible."""
     run(spec({**CORE, **MORE}[variant], kind), problem(kind, 64, dtype, M=length), "cuda", listed=True).within_budget()
+
+
+@pytest.mark.parametrize("ids", IDS)
+def test_document_ids(ids):
+    s, p = spec(MORE["documents"]), problem("self", 64, "bfloat16", M=1000)
+    q, k, v, (doc,), seed, sizes = inputs(s, p, "cuda")
+    run(s, p, "cuda", operands=(q, k, v, [IDS[ids](torch.arange(1000, device="cuda")).expand(doc.shape[0], -1)], seed, sizes), listed=True).within_budget()
 
 
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
