@@ -20,6 +20,8 @@ from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
+READING = 232, 40
+"""Of two, where the producer reads lists or vectors beside what it copies and dropout does not need all that they can have."""
 
 
 L2_KIB = 12 * 1024
@@ -58,7 +60,7 @@ def forward_kernel(site: Site) -> Kernel:
     locate, returns, partial = _locate(site)
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
     attend, producer = _attend(site, partial, call), _load_tiles(site, call)
-    registers, few = REGISTERS[warpgroups]
+    registers, few = READING if by_hand(site) and warpgroups == 2 and not spec.dropout else REGISTERS[warpgroups]
     kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
     return kernel
 

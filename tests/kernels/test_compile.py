@@ -26,7 +26,7 @@ SAMPLE = [
     ("sm_89", "bfloat16", 64, "bias", "self"), ("sm_89", "float16", 80, "softcap", "self"),
     ("sm_90", "bfloat16", 64, "full", "self"), ("sm_90", "bfloat16", 128, "causal", "self"), ("sm_90", "float16", 128, "dropout", "self"),
     ("sm_90", "float16", 64, "dropout", "self"), ("sm_90", "bfloat16", 64, "causal", "self"), ("sm_90", "float16", 192, "window", "self"),
-    ("sm_90", "bfloat16", 128, "additive_left_padding", "gqa"), ("sm_90", "bfloat16", 64, "documents", "self"), ("sm_90", "bfloat16", 128, "alibi", "gqa"),
+    ("sm_90", "bfloat16", 128, "additive_left_padding", "gqa"), ("sm_90", "bfloat16", 64, "documents", "self"), ("sm_90", "bfloat16", 96, "documents", "self"), ("sm_90", "bfloat16", 128, "alibi", "gqa"),
     ("sm_90", "bfloat16", 80, "causal", "gqa"), ("sm_90", "bfloat16", 256, "causal", "self"), ("sm_90", "bfloat16", 64, "padding", "self"),
     ("sm_90", "bfloat16", 128, "shared_bias", "self"), ("sm_90", "float32", 64, "full", "self"), ("sm_90", "bfloat16", 64, "softcap", "self"),
     ("sm_120", "bfloat16", 64, "padding", "self"), ("sm_120", "bfloat16", 128, "dropout", "gqa"),
