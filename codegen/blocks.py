@@ -24,7 +24,7 @@ from ..reference import evaluate, index_grid
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from .schedules.blocks import EMPTY, FULL, PARTIAL
-from .tiles import TileCounts, classify
+from .tiles import TileCounts, cut, tile_bounds
 
 Lists = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,6 +32,8 @@ CHUNK = 1 << 22
 """Elements of a mask evaluated at a time on the CPU."""
 SAMPLE = 2048
 """Queries and keys at most on which a mask over indices alone is tried at compile time."""
+STEP = 32
+"""From one to the next of the rows that are looked at first: they find most blocks that a mask cuts."""
 SUMMARISED_FROM = 2 ** 19
 """Queries times keys from which a summary pays: below, its few small kernels cost more than the tiles that it could skip."""
 
@@ -50,12 +52,34 @@ def pays(spec: AttentionSpec, problem: Problem) -> bool:
 def _closed_form_wastes(mask: AttentionSpec, M: int, N: int, sizes: tuple) -> bool:
     """Of the blocks that a mask over indices alone leaves of M queries and N keys: does the range that the kernels derive visit a quarter
     more, or evaluate the mask in a quarter more than it cuts? So it does for dilated, global and butterfly patterns, not for causal ones."""
-    given = [dict(sizes)[s] for s in mask.sizes]
-    extents = [2] * len(mask.axes)
-    kinds = joined(evaluated(mask, [], [*extents, M, N, *given], torch.device("cpu")))
-    ranged = classify(mask, BLOCK, BLOCK, M, N, [*extents, *given])
-    partial, full = int((kinds == PARTIAL).sum()), int((kinds == FULL).sum())
-    return ranged.full + ranged.partial > 1.25 * (full + partial) or ranged.partial > 1.25 * partial + 4
+    extents, given, rows = [2] * len(mask.axes), [dict(sizes)[s] for s in mask.sizes], -(-M // BLOCK)
+    ends = tile_bounds(mask, BLOCK, M, N, [*extents, *given])
+    visits, cuts, alike = [0] * rows, [0] * rows, math.prod(extents) * rows // len(ends)  # blocks of each row of blocks
+    for number, found in enumerate(ends):
+        start, full_start, full_stop, stop = cut(*found[:4], BLOCK)
+        beside = -((start - full_start) // BLOCK + (full_stop - stop) // BLOCK)
+        cuts[number % rows] += alike * beside
+        visits[number % rows] += alike * (beside - (full_start - full_stop) // BLOCK)
+    wastes = lambda seen, partial: sum(visits) > 1.25 * sum(seen) or sum(cuts) > 1.25 * sum(partial) + 4
+    # what is known of blocks that are seen, and of those that the mask cuts, row by row; the more there are, the less is wasted
+    size = [*extents, M, N, *given]
+    least, most = _counted(mask, size, slice(0, M, STEP), BLOCK // STEP), ([*visits], [*cuts])
+    for row in sorted(range(rows), key=lambda row: -visits[row]):
+        if not wastes(*least) or wastes(*most):
+            break
+        (seen,), (partial,) = _counted(mask, size, slice(row * BLOCK, min((row + 1) * BLOCK, M)), BLOCK)
+        for known in (least, most):
+            known[0][row], known[1][row] = seen, partial
+    return wastes(*least)
+
+
+def _counted(mask: AttentionSpec, sizes: Sequence[int], rows: slice, height: int) -> tuple[list[int], list[int]]:
+    """Of each row of blocks, `height` of these rows: how many blocks are seen, and how many of them the mask cuts. Arguments as `evaluated`."""
+    visible = _visible(mask, [], sizes, torch.device("cpu"), rows, slice(None))
+    of_block = lambda x, beyond: _by_block(_by_block(x, beyond).any(-1).mT, False, height).any(-1).mT
+    seen = of_block(visible, False)
+    across = [*range(seen.dim() - 2), -1]
+    return seen.sum(across).tolist(), (seen & of_block(~visible, True)).sum(across).tolist()
 
 
 def shape(mask: AttentionSpec, sizes: Sequence[int]) -> tuple[list, list]:
@@ -114,20 +138,25 @@ def evaluated(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[
     """Kinds (*extents, F, C) by evaluating the mask, a strip of FINE rows at a time, in plain PyTorch."""
     n = len(mask.axes)
     extents, (M, N) = list(sizes[:n]), sizes[n: n + 2]
-    tensors = {a.name: t for a, t in zip(mask.aux, aux)}
     width = max(1, CHUNK // (FINE * BLOCK * max(1, math.prod(extents)))) * BLOCK
     strips = []
     for i in range(0, M, FINE):
         pieces = []
         for j in range(0, N, width):
-            rows, cols = slice(i, min(i + FINE, M)), slice(j, min(j + width, N))
-            env = index_grid(mask, [*extents, *sizes[n + 2:]], M, N, device, rows, cols)
-            visible = evaluate(mask.visible, env, tensors, None, torch.float32).expand(*extents, rows.stop - i, cols.stop - j)
+            visible = _visible(mask, aux, sizes, device, slice(i, i + FINE), slice(j, j + width))
             some = _by_block(visible.any(-2)).any(-1)
             every = _by_block(visible.all(-2)).all(-1)
             pieces.append(some.long() + every.long())
         strips.append(torch.cat(pieces, -1))
     return torch.stack(strips, -2)
+
+
+def _visible(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device, rows: slice, cols: slice) -> torch.Tensor:
+    """The mask itself, (*extents, rows, cols)."""
+    n = len(mask.axes)
+    env = index_grid(mask, [*sizes[:n], *sizes[n + 2:]], *sizes[n: n + 2], device, rows, cols)
+    found = evaluate(mask.visible, env, {a.name: t for a, t in zip(mask.aux, aux)}, None, torch.float32)
+    return found.expand(*sizes[:n], env["i"].shape[-2], env["j"].shape[-1])
 
 
 def count(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> TileCounts:
@@ -151,6 +180,6 @@ def _tiles_of(length: int, tile: int) -> torch.Tensor:
     return -(-(length - starts).clamp(max=BLOCK) // tile)
 
 
-def _by_block(x: torch.Tensor) -> torch.Tensor:
-    """(…, n) -> (…, blocks, BLOCK), the last block filled up with False."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK), value=False).unflatten(-1, (-1, BLOCK))
+def _by_block(x: torch.Tensor, beyond: bool = False, size: int = BLOCK) -> torch.Tensor:
+    """(…, n) -> (…, blocks, size), the last block filled up with `beyond`."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=beyond).unflatten(-1, (-1, size))

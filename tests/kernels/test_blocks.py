@@ -8,12 +8,15 @@ import torch
 
 from flashfx.codegen import blocks, launch, torch_tiled
 from flashfx.codegen.blocks import block_lists, joined, kinds_of, lists_for
+from flashfx.codegen.schedules.blocks import EMPTY, PARTIAL
 from flashfx.codegen.selfcheck import inputs
+from flashfx.codegen.tiles import classify
 from flashfx.reference import evaluate, index_grid
 from flashfx.spec import BLOCK, FINE, AttentionSpec, EmptyRow
 
 from .cases import CORE, MORE, problem, spec
 from .run import run
+from .test_families import FAMILIES, spec as masked
 
 DATA = {name: v for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked}
 
@@ -50,6 +53,24 @@ def test_lists_say_what_every_element_says(name, M, N):
         a, b = int(part[0]), int(part[0] + part[1])
         for group in (part[2: 2 + a], part[2 + a: 2 + b], part[2 + b:]):
             assert (group.diff() > 0).all()
+
+
+@pytest.mark.parametrize("M, N", [(700, 777), (1024, 1000), (300, 1900)])
+def test_whether_a_closed_form_wastes_is_decided_as_by_every_element(M, N):
+    """Which looks at a few rows first, and at no more than it takes to decide."""
+    answers = set()
+    for text in (*FAMILIES.values(), "j <= i * (h + 1)", "(j < 128) | (i - j < 256) & (j <= i)", "(i // 128 + j // 128) % 2 == 0"):
+        s = masked(text)
+        if s.visible.loads or not s.is_masked:
+            continue
+        mask = s.mask()
+        extents = [2] * len(mask.axes)
+        kinds, ranged = brute(mask, [], extents, M, N, BLOCK), classify(mask, BLOCK, BLOCK, M, N, extents)
+        seen, partial = int((kinds != EMPTY).sum()), int((kinds == PARTIAL).sum())
+        wastes = ranged.full + ranged.partial > 1.25 * seen or ranged.partial > 1.25 * partial + 4
+        assert blocks._closed_form_wastes(mask, M, N, ()) == wastes, text
+        answers.add(wastes)
+    assert answers == {True, False}
 
 
 def test_a_summary_has_only_the_masks_own_axes():
