@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from ..expr import cached_hash
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
@@ -18,6 +20,52 @@ GAIN = 1.1
 
 Tiles = tuple[int, int, int, int]
 """(BLOCK_M, BLOCK_N, num_warps, num_stages)."""
+
+
+@cached_hash
+@dataclass(frozen=True)
+class Asked:
+    """For what tiles are wanted: one kernel of a schedule. `ask` makes one.
+
+    problem      sizes, rounded
+    listed       the mask's run-time summary says which tiles to visit
+    tiled        captured tensors of which the Hopper schedules read tiles by TMA
+    packed       heads that share keys are rows of one tile
+    descriptors  tiles are read by TMA where the card has it
+    """
+
+    schedule: str
+    kernel: str
+    spec: AttentionSpec
+    problem: Problem
+    gpu: GPU
+    listed: bool = False
+    tiled: tuple[str, ...] = ()
+    packed: bool = False
+    descriptors: bool = True
+
+    @functools.cached_property
+    def known(self) -> cost.Facts:
+        return cost.facts(self.spec, self.problem).packed(self.packed)
+
+    @functools.cached_property
+    def units(self) -> str:
+        return units(self.problem, self.gpu)
+
+    @property
+    def costed(self) -> str:
+        """The kernel as `cost` calls it."""
+        return "one_pass" if (self.schedule, self.kernel) == ("hopper", "keys") else self.kernel
+
+    @functools.cached_property
+    def heavy(self) -> bool:
+        """As `hopper.is_heavy`."""
+        return hopper.is_heavy(self.spec, self.kernel, max(self.problem.D, self.problem.Dv))
+
+
+def ask(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, **more) -> Asked:
+    """For what tiles are wanted, at `rounded` sizes: one answer holds for a range of them. more: as `Asked`."""
+    return Asked(schedule, kernel, spec, rounded(problem), gpu, **more)
 
 
 @dataclass(frozen=True)
@@ -36,21 +84,22 @@ class Candidate:
         return f"{m}x{n}, {warps} warps, {stages} stages"
 
 
-def generated(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, group: int = 1) -> list[Tiles]:
-    """Tiles worth a look, in no order. listed: the mask's run-time summary says which tiles to visit; group: heads that are rows of one tile."""
+def generated(asked: Asked) -> list[Tiles]:
+    """Tiles worth a look, in no order."""
+    kernel, spec, problem, gpu, listed = asked.kernel, asked.spec, asked.problem, asked.gpu, asked.listed
     head = max(padded(problem.D), padded(problem.Dv))
-    if schedule == "hopper":
+    if asked.schedule == "hopper":
         if kernel == "keys":  # its kernel is written for these
             return [(64, 128, 12 if head <= 64 else 8, stages) for stages in (2, 1)]
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.is_simple(spec) or listed and BLOCK % m))]
-    if units(problem, gpu) != "wgmma" or kernel == "dense":
+    if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
-    outer = problem.N if kernel == "keys" else problem.M * group  # rows of the first product: what a program holds
+    outer = problem.N if kernel == "keys" else problem.M * asked.known.group  # rows of the first product: what a program holds
     least = 16 if outer < 64 and head <= 128 else 32 if head > 128 and kernel != "forward" else 64  # a warpgroup's instruction takes 64
     most = 128 if outer > 64 else max(least, 1 << (outer - 1).bit_length())
-    found = [(first, second, warps, stages) for first in (16, 32, 64, 128) for second in (32, 64, 128) for warps in (4, 8) for stages in (3, 2)
-             if least <= first <= most and (warps == 4 or first == 128 or head > 128)]
+    found = [(first, second, warps, stages) for first in (16, 32, 64, 128) if least <= first <= most for second in (32, 64, 128)
+             for warps in (4, 8) if warps == 4 or first == 128 or head > 128 for stages in (3, 2)]
     return [(second, first, *rest) for first, second, *rest in found if not (listed and second > FINE)] if kernel == "keys" else found
 
 
@@ -68,84 +117,115 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
 
 
 @functools.lru_cache(maxsize=4096)
-def ranked(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = (),
-           packed: bool = False, descriptors: bool = True) -> tuple[Candidate, ...]:
-    """Every candidate, fastest first by the cost model at the problem's rounded sizes; those that do not fit last. The same on every machine.
-    packed: heads that share keys are rows of one tile; descriptors: tiles are read by TMA where the card has it."""
-    problem = rounded(problem)
-    known, scalar = cost.facts(spec, problem).packed(packed), units(problem, gpu) == "fma"
-    found = _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, True, packed, descriptors)
-    if schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
-        least = min((c for c in found if c.shared <= gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
-        more = lambda c: _weighed(schedule, kernel, c.tiles, spec, problem, gpu, tiled, known, scalar, float("inf"), listed, True, packed, descriptors)
-        found = [more(c) if c is least else c for c in found]
+def ranked(asked: Asked) -> tuple[Candidate, ...]:
+    """Every candidate, fastest first by the cost model; those that do not fit last. The same on every machine."""
+    found = [_weighed(asked, tiles, *_registers(asked, tiles)) for tiles in generated(asked)]
+    if asked.schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
+        least = min((c for c in found if c.shared <= asked.gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
+        found = [_weighed(asked, c.tiles, c.registers, float("inf")) if c is least else c for c in found]
     return tuple(sorted(found, key=_order))
 
 
 @functools.lru_cache(maxsize=4096)
-def fitting(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool = False, tiled: tuple[str, ...] = (),
-            packed: bool = False, descriptors: bool = True) -> tuple[Candidate, ...]:
-    """Of `ranked` those that fit, or its first where none does: what a choice takes. Of tiles with too many registers nothing more is worked out."""
-    size = rounded(problem)
-    known, scalar = cost.facts(spec, size).packed(packed), units(size, gpu) == "fma"
-    offers = _offers(schedule, kernel, spec, size, gpu, listed, tiled, known, scalar, False, packed, descriptors)
-    found = [c for c in offers if not c.unfit]
-    return tuple(sorted(found, key=_order)) or ranked(schedule, kernel, spec, problem, gpu, listed, tiled, packed, descriptors)[:1]
+def chosen(asked: Asked) -> tuple[Candidate, int]:
+    """(the first of `ranked`, how many fit): tiles that take longer than the best so far whatever else they need are not priced."""
+    best, fit = None, 0
+    for group in bounded(asked):
+        if group.spills:  # so do all
+            break
+        for tiles in group.tiles:
+            shared = _shared(asked, tiles)
+            if _exceeds(asked, tiles, shared):
+                continue
+            fit += 1
+            if best is None or group.seconds <= best.seconds:
+                found = _priced(asked, tiles, shared, group.registers)
+                best = min(best or found, found, key=_order)
+    return (best, fit) if best else (ranked(asked)[0], 1)
+
+
+def fits(asked: Asked) -> bool:
+    """Do any tiles fit?"""
+    return any(not group.spills and not _exceeds(asked, tiles, _shared(asked, tiles)) for group in bounded(asked) for tiles in group.tiles)
+
+
+class Group(NamedTuple):
+    """Tiles that differ in stages alone: seconds that they take at least, registers of a thread, and are those too many?"""
+
+    seconds: float
+    registers: float
+    spills: bool
+    tiles: list[Tiles]
+
+
+@functools.lru_cache(maxsize=4096)
+def bounded(asked: Asked) -> list[Group]:
+    """Tiles for which there are registers, or all where there are for none, the least seconds first."""
+    groups: dict[tuple[int, int, int], list[Tiles]] = {}
+    for tiles in generated(asked):
+        groups.setdefault(tiles[:3], []).append(tiles)
+    needed = {key: _registers(asked, tiles[0]) for key, tiles in groups.items()}
+    spills = all(registers > limit for registers, limit in needed.values())
+    return sorted(Group(_least(asked, groups[key][0], registers) if len(groups) > 1 else 0.0, registers, spills, groups[key])
+                  for key, (registers, limit) in needed.items() if spills or registers <= limit)
+
+
+def _least(asked: Asked, tiles: Tiles, registers: float) -> float:
+    programs = 1 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], 0, registers)
+    return cost.least(asked.schedule, asked.costed, tiles, asked.known, asked.gpu, asked.units == "fma", programs, registers)
 
 
 def _order(c: Candidate) -> tuple:
     return bool(c.unfit), c.seconds, c.tiles
 
 
-def _offers(schedule, kernel, spec, problem, gpu, listed, tiled, known, scalar, every: bool, packed: bool, descriptors: bool) -> list[Candidate]:
-    """every: also those with too many registers."""
-    offers = generated(schedule, kernel, spec, problem, gpu, listed, known.group)
-    found = [_weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, None, listed, every, packed, descriptors) for tiles in offers]
-    return [c for c in found if c]
+def _registers(asked: Asked, tiles: Tiles) -> tuple[float, float]:
+    """(of a thread, how many can be had): the same whatever the stages."""
+    m, n, _, _ = tiles
+    if asked.schedule == "hopper":
+        return hopper.registers_per_thread(asked.kernel, asked.problem, m, n, asked.heavy), hopper.register_limit(asked.kernel, m)
+    limited = asked.units == "wgmma" and asked.kernel != "dense"  # `largest` has been compiled
+    return registers_per_thread(asked.kernel, tiles, asked.problem, asked.spec), LIMIT[asked.kernel] if limited else float("inf")
 
 
-def _weighed(schedule, kernel, tiles, spec, problem, gpu, tiled, known, scalar, most: float | None, listed: bool, every: bool, packed: bool,
-             descriptors: bool) -> Candidate | None:
-    """every: False gives None for too many registers."""
-    m, n, warps, stages = tiles
-    specialised = schedule == "hopper"
-    if specialised:
-        registers = hopper.registers_per_thread(kernel, problem, m, n, hopper.is_heavy(spec, kernel, max(problem.D, problem.Dv)))
-        limit = most or hopper.register_limit(kernel, m)
-    else:
-        registers = registers_per_thread(kernel, tiles, problem, spec)
-        limit = most or (LIMIT[kernel] if units(problem, gpu) == "wgmma" and kernel != "dense" else float("inf"))  # `largest` has been compiled
-    if registers > limit and not every:
-        return None
-    if specialised:
-        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed)
-        programs, name = 1, "one_pass" if kernel == "keys" else kernel
-    else:
-        shared = shared_bytes(kernel, tiles, problem, spec, gpu, listed, packed, descriptors)
-        programs, name = resident(gpu, warps, shared, registers), kernel
-    unfit, seconds, parts = "", float("inf"), 1
+def _shared(asked: Asked, tiles: Tiles) -> int:
+    if asked.schedule == "hopper":
+        return hopper_memory.shared_bytes(asked.kernel, asked.spec, asked.problem, *tiles[:2], tiles[3], asked.tiled, asked.listed)
+    return shared_bytes(asked.kernel, tiles, asked.problem, asked.spec, asked.gpu, asked.listed, asked.packed, asked.descriptors)
+
+
+def _exceeds(asked: Asked, tiles: Tiles, shared: int) -> bool:
+    """Is there too little shared memory?"""
     # lengths that are no multiples of tiles: a number that partitions are handed; a loop for the last tile, whose buffers are aligned anew
-    spare = 64 if specialised else 1024 * (not spec.is_masked) + wider_bytes(kernel, tiles, problem, spec)
-    if shared > gpu.shared_per_block - spare:
-        unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {gpu.shared_per_block / 1024:.0f}"
+    spare = 64 if asked.schedule == "hopper" else 1024 * (not asked.spec.is_masked) + wider_bytes(asked.kernel, tiles, asked.problem, asked.spec)
+    return shared > asked.gpu.shared_per_block - spare
+
+
+def _weighed(asked: Asked, tiles: Tiles, registers: float, limit: float) -> Candidate:
+    shared, unfit = _shared(asked, tiles), ""
+    if _exceeds(asked, tiles, shared):
+        unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {asked.gpu.shared_per_block / 1024:.0f}"
     elif registers > limit:
         unfit = f"about {registers:.0f} registers, {limit:.0f} can be had"
-    if not unfit:
-        seconds, parts = predicted(schedule, name, tiles, known, gpu, scalar, programs, registers)
-    return Candidate(tiles, shared, registers, unfit, seconds, parts)
+    return Candidate(tiles, shared, registers, unfit) if unfit else _priced(asked, tiles, shared, registers)
 
 
-def predicted(schedule: str, kernel: str, tiles: Tiles, known: cost.Facts, gpu: GPU, scalar: bool, programs: int, registers: float) -> tuple[float, int]:
-    """(seconds, parts as `Plan.parts`) of a kernel, its keys split where that is predicted faster. Arguments as `cost.features`."""
-    whole = cost.kernel_cost(schedule, kernel, tiles, known, gpu, scalar, programs, registers).seconds
-    m, n = tiles[:2]
-    if (schedule, kernel) != ("triton", "forward"):
+def _priced(asked: Asked, tiles: Tiles, shared: int, registers: float) -> Candidate:
+    programs = 1 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], shared, registers)
+    return Candidate(tiles, shared, registers, "", *predicted(asked, tiles, programs, registers))
+
+
+def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tuple[float, int]:
+    """(seconds, parts as `Plan.parts`) of a kernel, its keys split where that is predicted faster. programs: of a multiprocessor."""
+    known, gpu, scalar = asked.known, asked.gpu, asked.units == "fma"
+    whole = cost.kernel_cost(asked.schedule, asked.costed, tiles, known, gpu, scalar, programs, registers).seconds
+    if (asked.schedule, asked.kernel) != ("triton", "forward"):
         return whole, 1
-    parts = number(known.visible, known.z, known.M, known.N, known.given, m, n, gpu.sms * programs, known.group)
+    parts = number(known.visible, known.z, known.M, known.N, known.given, *tiles[:2], gpu.sms * programs, known.group)
     if parts == 1:
         return whole, 1
-    split = cost.kernel_cost(schedule, kernel, tiles, known, gpu, scalar, programs, registers, None, parts).seconds
-    split += cost.kernel_cost(schedule, "combine", tiles, known, gpu, scalar, programs, registers, (parts, 0.0)).seconds
+    split = cost.kernel_cost(asked.schedule, asked.kernel, tiles, known, gpu, scalar, programs, registers, None, parts).seconds
+    split += cost.kernel_cost(asked.schedule, "combine", tiles, known, gpu, scalar, programs, registers, (parts, 0.0)).seconds
     return (split, 0) if split * GAIN < whole else (whole, 1)
 
 

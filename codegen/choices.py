@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..region import Problem
 from ..spec import AttentionSpec
 from . import limits
-from .candidates import ranked, rounded
+from .candidates import ask, ranked
 from .plan import Plan
 
 
@@ -28,8 +28,8 @@ class Choice:
 
 def choices(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[Choice, ...]:
     """The candidates that `plan` was taken from: the chosen tiles, the others that fit by predicted time, then what does not fit."""
-    found = ranked(plan.schedule, plan.kernel, spec, rounded(problem), plan.gpu, plan.listed,
-                   plan.tiled if plan.schedule == "hopper" else (), bool(plan.packed), plan.descriptors)
+    found = ranked(ask(plan.schedule, plan.kernel, spec, problem, plan.gpu, listed=plan.listed, tiled=plan.tiled if plan.schedule == "hopper" else (),
+                       packed=bool(plan.packed), descriptors=plan.descriptors))
     best = next((c.seconds for c in found if c.tiles == plan.tiles and not c.unfit), None)
     rows = [Choice(*plan.tiles, plan.shared, plan.registers, best, "chosen")]
     for c in found:

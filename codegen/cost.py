@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from operator import mul
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Sequence
 
 from ..region import Problem
 from ..spec import AttentionSpec
@@ -216,7 +216,7 @@ def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU,
     if not (work.streamed and work.outer):
         return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1)), 1.0
     by_keys, streams, programs, outer = kernel in ("keys", "one_pass"), parts * known.z / known.share, gpu.sms * resident, work.outer * parts
-    together = l2.at_once(schedule, kernel, streams, work.streamed, outer, programs, known.long_first[by_keys])
+    together = l2.at_once(schedule, kernel, streams, work.streamed, outer, programs, known.long_first(by_keys))
     apart = l2.apart(known.uneven, known.share, together, outer / streams, programs) if by_keys else 0.0
     return (*l2.device_bytes(work.once, work.again, work.written, work.streamed, streams, together, outer, programs, apart, gpu.l2),
             min(outer / streams, programs / together))
@@ -232,53 +232,97 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     counts     visible and partial tiles; estimated unless given
     parts      of the keys of a tile of rows, a program for each
     """
-    m, n, warps, stages = tiles
-    found, moved, all_bytes, waits = _of_size(schedule, kernel, m, n, known, gpu, scalar, resident, counts, parts)
-    if not waits:
+    if not known.z * known.M * known.N:
+        return Rate(), 0.0, 0.0, 0.0
+    size = _of_size(schedule, kernel, tiles[0], tiles[1], known, gpu, scalar, counts, parts)
+    moved, _, beside = device_bytes(schedule, kernel, size.work, known, gpu, resident, parts)
+    all_bytes = size.work.once + size.work.again
+    if not size.terms:
+        return Rate(launch=1.0), moved, all_bytes, 0.0
+    found = Rate(*_filled(size, schedule, kernel, tiles, known, gpu, scalar, resident, registers))
+    if schedule != "triton":  # the other asks ahead
         return found, moved, all_bytes, 0.0
-    portable, rows = schedule == "triton", n if kernel in ("keys", "one_pass") else m
-    warpgroups = gpu.is_hopper and not scalar and rows >= 64
-    pressure = max(0.0, registers - (200 if portable else 170 if m <= 128 else 130)) / 55
-    found = found._replace(split=found.matrix if warpgroups and warps * 16 > rows and portable else 0.0, pressure=found.element * pressure,
-                           wide=found.element if warps * 16 < rows else 0.0, shallow=found.tile if stages < (3 if portable else 2) else 0.0)
-    tiles_each, waves, latency, streams = waits
-    copies = stages if warpgroups else max(1, stages - 1)  # asynchronous products read one tile while the next is copied
-    return found, moved, all_bytes, tiles_each * (waves * (latency / copies + STEP) + streams) if portable else 0.0  # the other asks ahead
+    rows, inner = (tiles[1], tiles[0]) if kernel == "keys" else tiles[:2]
+    full, rest = divmod(size.outer, gpu.sms * resident)  # waves of programs, and what the last one has
+    turns = full * resident + math.ceil(rest / gpu.sms)
+    far = min(1.0, moved * beside / max(all_bytes, 1))  # tiles of which device memory is waited for, by all programs that read them beside each other
+    latency, stream = NEAR + (FAR - NEAR) * far, inner * (known.D + known.E) * known.width / STREAM
+    # asynchronous products read one tile while the next is copied
+    copies = tiles[3] if gpu.is_hopper and not scalar and rows >= 64 else max(1, tiles[3] - 1)
+    return found, moved, all_bytes, size.visible / size.outer * ((full + (rest > 0)) * (latency / copies + STEP) + turns * stream)
+
+
+class Size(NamedTuple):
+    """What tiles of one size have to do, whatever their warps, stages and registers and however many programs run at once.
+
+    work     of `traffic`
+    terms    of `Rate`, 0 for those that follow from more than the size; () without tiles
+    visible  tiles over all batch indices
+    outer    programs, of all parts of the keys
+    tail     the last wave's idle multiprocessors, a factor of all `terms`
+    """
+
+    work: Work
+    terms: tuple[float, ...] = ()
+    visible: float = 0.0
+    outer: float = 0.0
+    tail: float = 1.0
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU, scalar: bool, resident: int, counts: tuple[float, float] | None,
-             parts: int) -> tuple[Rate, float, float, tuple[float, ...]]:
-    """What `features` finds of tiles of one size, whatever their warps, stages and registers. In place of the seconds of waiting what they follow
-    from: (tiles of a program, waves of programs, seconds until a tile's first byte, seconds of its bytes in all waves), () without tiles."""
-    if not known.z * known.M * known.N:
-        return Rate(), 0.0, 0.0, ()
+def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU, scalar: bool, counts: tuple[float, float] | None,
+             parts: int) -> Size:
+    """Arguments as `features`."""
     visible, partial = known.tiles(m, n, kernel == "dense") if counts is None else counts
     work = traffic(kernel, known, m, n, visible)
-    products, exps, once, outer = work.products, work.exps, work.once, work.outer * parts
-    moved, _, beside = device_bytes(schedule, kernel, work, known, gpu, resident, parts)
-    all_bytes = once + work.again
+    products, exps, outer = work.products, work.exps, work.outer * parts
     if not products or not outer:
-        return Rate(launch=1.0), moved, all_bytes, ()
-    by_keys, mean = kernel in ("keys", "one_pass"), outer / (gpu.sms * resident)
+        return Size(work)
+    by_keys = kernel in ("keys", "one_pass")
     rows, inner = (n, m) if by_keys else (m, n)
     tail = 1.0 if (schedule, kernel) == ("hopper", "forward") else _tail(outer / gpu.sms)  # its programs take tile after tile
-    waves, element = mean * _tail(mean), exps / gpu.exp_rate * tail
-    matrix, each = products / gpu.matrix_rate * tail, visible / (gpu.sms * resident) * _tail(mean)
-    loops, nested = known.keys * known.share if by_keys else known.rows, by_keys and known.share > 1
-    full, rest = divmod(outer, gpu.sms * resident)  # waves of programs, and what the last one has
-    turns = full * resident + math.ceil(rest / gpu.sms)
-    far = min(1.0, moved * beside / max(all_bytes, 1))  # tiles of which device memory is waited for, by all programs that read them beside each other
-    stream = inner * (known.D + known.E) * known.width / STREAM
+    matrix, element = products / gpu.matrix_rate * tail, exps / gpu.exp_rate * tail
     near = known.gathered(m, n, visible) / max(visible, 1)  # beyond the ends of a table one number serves a tile
     loads = near * sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads those at j - i while products run
-    return Rate(
+    return Size(work, Rate(
         matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0,
         older=matrix if gpu.is_hopper and not scalar and rows < 64 else 0.0, pieces=matrix * known.pieces, slim=matrix if inner < 64 else 0.0,
-        shared=matrix if nested else 0.0, element=element, broad=element if inner > 64 else 0.0, solo=element if resident == 1 else 0.0,
+        shared=matrix if by_keys and known.share > 1 else 0.0, element=element, broad=element if inner > 64 else 0.0,
         function=element * known.functions, step=element * (known.steps + near * known.places), random=element * known.random, load=element * loads,
-        partial=element * partial / max(visible, 1), tile=each, narrow=each if inner < 64 else 0.0, nested=each if nested else 0.0, turn=waves,
-        restart=waves * (loops - 1), launch=1.0), moved, all_bytes, (visible / outer, full + (rest > 0), NEAR + (FAR - NEAR) * far, turns * stream)
+        partial=element * partial / max(visible, 1), launch=1.0), visible, outer, tail)
+
+
+MANY = 3
+"""Stages from which on none hides more."""
+MULTIPLIED, SPLIT, ELEMENT, WIDE, SOLO, PRESSURE, TILE, SHALLOW, NARROW, NESTED, TURN, RESTART = map(Rate._fields.index, (
+    "matrix", "split", "element", "wide", "solo", "pressure", "tile", "shallow", "narrow", "nested", "turn", "restart"))
+"""Places of the terms that warps, stages, registers and programs decide, and of those that they follow from."""
+
+
+def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int,
+            registers: float, whole: bool = True) -> list[float]:
+    """All terms of `Rate`. whole: do programs come in whole waves? Other arguments as `features`."""
+    m, n, warps, stages = tiles
+    portable, by_keys, programs = schedule == "triton", kernel in ("keys", "one_pass"), gpu.sms * resident
+    rows, inner = (n, m) if by_keys else (m, n)
+    found, tail = list(size.terms), _tail(size.outer / programs) if whole else 1.0
+    element = found[ELEMENT]
+    waves, each = size.outer / programs * tail, size.visible / programs * tail
+    found[TILE], found[TURN], found[RESTART] = each, waves, waves * ((known.keys * known.share if by_keys else known.rows) - 1)
+    if portable and warps * 16 > rows >= 64 and gpu.is_hopper:
+        found[SPLIT] = found[MULTIPLIED]
+    if warps * 16 < rows:
+        found[WIDE] = element
+    if resident == 1:
+        found[SOLO] = element
+    found[PRESSURE] = element * (max(0.0, registers - (200 if portable else 170 if m <= 128 else 130)) / 55)
+    if stages < (3 if portable else 2):
+        found[SHALLOW] = each
+    if inner < 64:
+        found[NARROW] = each
+    if by_keys and known.share > 1:
+        found[NESTED] = each
+    return found
 
 
 def _tail(mean: float) -> float:
@@ -294,5 +338,30 @@ def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], kn
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, LAUNCH)
-    of = lambda terms: sum(map(mul, found[terms], rate[terms]))
-    return Cost(kernel, of(MATRIX), of(SPECIAL), memory, cache, of(TURNS), rate.launch)
+    return Cost(kernel, _sum(found, rate, MATRIX), _sum(found, rate, SPECIAL), memory, cache, _sum(found, rate, TURNS), rate.launch)
+
+
+def _sum(found: Sequence[float], rate: Rate, terms: slice) -> float:
+    return sum(map(mul, found[terms], rate[terms]))
+
+
+def least(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int,
+          registers: float) -> float:
+    """Seconds below which `kernel_cost` does not come for such tiles, however many stages they have, however few programs a multiprocessor
+    holds, `resident` at most, and into however many parts keys are split. What takes long to find is left out: bytes that device memory
+    delivers again, and waiting for tiles one by one."""
+    rate = RATES.get((schedule, kernel))
+    if rate is None or not known.z * known.M * known.N:
+        return 0.0
+    size = _of_size(schedule, kernel, tiles[0], tiles[1], known, gpu, scalar, None, 1)
+    if not size.terms:
+        return 0.0
+    many = (*tiles[:3], MANY)
+    found = _filled(size, schedule, kernel, many, known, gpu, scalar, resident, registers)
+    of_scores, turns = _sum(found, rate, MATRIX) + _sum(found, rate, SPECIAL), _sum(found, rate, TURNS)
+    busy = of_scores + turns
+    if (schedule, kernel) == ("triton", "forward") and size.outer < gpu.sms * resident:  # parts may fill all waves; another kernel adds them up
+        divided = _filled(size, schedule, kernel, many, known, gpu, scalar, resident, registers, whole=False)
+        busy = min(busy, of_scores / size.tail + _sum(divided, rate, TURNS) + LAUNCH)
+    moved = max(size.work.once / BANDWIDTH, (size.work.once + size.work.again) / CACHE) / gpu.bandwidth
+    return (max(busy, moved) + rate.launch) * (1 - 1e-9)  # sums are rounded

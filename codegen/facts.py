@@ -32,10 +32,7 @@ class Facts:
     loads       (bytes of an element, is it read at j - i?, elements in all) of each tensor with an element for every query and key
     near        where elements of those are read one by one: where visible, or, if all are tables that end, `ENDS` from the diagonal at most
     places      operations for the place of each
-    rows, keys  loops of a program over keys, and over rows: one, and one for each end at which a mask cuts tiles
-    uneven      how unequally many keys rows see, from 0 (all see as many) to 1 (as under a causal mask)
     group       heads that are rows of one tile; z counts the others
-    long_first  are the last rows those with most keys; the first keys those that most rows see? Then the schedules start them first
     """
 
     visible: Expr
@@ -53,16 +50,34 @@ class Facts:
     loads: tuple[tuple[int, bool, int], ...]
     near: Expr
     places: float
-    rows: int
-    keys: int
-    uneven: float
-    long_first: tuple[bool, bool]
     given: tuple[tuple[str, int], ...]
     group: int = 1
 
     def packed(self, packed: bool = True) -> Facts:
         """Heads that share keys as rows of one tile."""
         return replace(self, z=self.z // self.share, share=1, group=self.share) if packed and self.group == 1 else self
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Loops of a program over keys: one, and one for each end at which a mask cuts tiles."""
+        return _loops(self.visible, "j")
+
+    @functools.cached_property
+    def keys(self) -> int:
+        """Loops of a program over rows."""
+        return _loops(self.visible, "i")
+
+    @functools.cached_property
+    def uneven(self) -> float:
+        """How unequally many keys rows see, from 0 (all see as many) to 1 (as under a causal mask)."""
+        return unevenness(self.visible, self.M, self.N, self.given)
+
+    def long_first(self, by_keys: bool) -> bool:
+        """Are the last rows those with most keys, or the first keys those that most rows see? Then the schedules start them first."""
+        if not by_keys:
+            return Var("i1") in bounds(self.visible, "j").hi.leaves
+        found = bounds(self.visible, "i")
+        return Var("j0") in found.lo.leaves and found.hi == Var("M")
 
     def tiles(self, m: int, n: int, near: bool = False) -> tuple[float, float]:
         """(visible, partial) tiles over all batch indices; tiles that only data hide count as visible. near: those with elements of `near`."""
@@ -89,7 +104,7 @@ def facts(spec: AttentionSpec, problem: Problem) -> Facts:
     given = known_names(spec, problem.extents, problem.sizes)
     return Facts(visible=spec.visible, z=z, share=max(z // max(own, 1), 1), M=problem.M, N=problem.N, D=padded(problem.D), E=padded(problem.Dv),
                  width=WIDTHS[problem.dtype], pieces=len(chunks(max(problem.D, problem.Dv))) > 1, loads=tuple(loads), random=spec.dropout > 0,
-                 uneven=unevenness(spec.visible, problem.M, problem.N, given), given=given, **_of_spec(spec))
+                 given=given, **_of_spec(spec))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -107,11 +122,8 @@ def _of_spec(spec: AttentionSpec) -> dict[str, object]:
     vectors = 2 * sum(len({"i", "j"} & load.variables) == 1 for load in spec.score.loads)  # to read one and to spread it
     band = (call("le", Var("j"), call("add", Var("i"), Const(ENDS))), call("ge", Var("j"), call("sub", Var("i"), Const(ENDS))))
     ended = clamped and all(ends(load) for load, _ in _across(spec))
-    by_rows, by_keys = bounds(spec.visible, "j"), bounds(spec.visible, "i")
     return {"functions": calls.count("mufu") + 2.0 * calls.count("div"), "steps": float(calls.count("alu") + vectors), "places": float(len(places)),
-            "near": functools.reduce(lambda a, b: call("and", a, b), band, spec.visible) if ended else spec.visible,
-            "rows": _loops(spec.visible, "j"), "keys": _loops(spec.visible, "i"),
-            "long_first": (Var("i1") in by_rows.hi.leaves, Var("j0") in by_keys.lo.leaves and by_keys.hi == Var("M"))}
+            "near": functools.reduce(lambda a, b: call("and", a, b), band, spec.visible) if ended else spec.visible}
 
 
 def _loops(visible: Expr, over: str) -> int:

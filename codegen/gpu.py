@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..expr import cached_hash
+
 KIB = 1024
 
 
+@cached_hash
 @dataclass(frozen=True)
 class GPU:
     """

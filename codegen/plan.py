@@ -5,6 +5,7 @@ What does not fit in shared memory and registers is never proposed.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from typing import Sequence
 
@@ -16,7 +17,7 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
-from .candidates import Candidate, fitting, predicted, rounded
+from .candidates import Asked, Candidate, ask, bounded, chosen, fits, predicted, rounded
 from .gpu import GPU
 from .packing import packed_axes
 from .limits import has_relative, registers_per_thread, resident, shared_bytes, units
@@ -24,6 +25,8 @@ from .schedules import hopper, hopper_captured, hopper_memory
 
 DIRECTIONS = ("forward", "backward")
 SCHEDULES = ("triton", "hopper")
+MARGIN = 1.05
+"""How much faster the portable schedule must be predicted than the Hopper one: the model's own error."""
 OVERRIDE: dict[str, tuple[int, int, int, int] | str | int] = {}
 """Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), "schedule" -> one of SCHEDULES, "parts" -> as in `Plan`, "packed" -> may heads be rows; set by
 `overridden`."""
@@ -149,32 +152,6 @@ def _check_types(problem: Problem, gpu: GPU) -> None:
             raise PlanError(f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) has no bfloat16 matrix unit: use float16")
 
 
-def _plan(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, descriptors: bool, listed: bool = False) -> Plan:
-    """One kernel of the portable schedule."""
-    packed = packed_axes(spec, problem) if kernel == "forward" and not listed and OVERRIDE.get("packed", True) else ()
-    if kernel in OVERRIDE:
-        tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
-        if kernel == "dense" and has_relative(spec):  # so that every tile of a diagonal of tiles has the same diagonals
-            tiles = (min(tiles[:2]), min(tiles[:2]), *tiles[2:])
-        shared = shared_bytes(kernel, tiles, problem, spec, gpu, listed, bool(packed), descriptors)
-        chosen = Candidate(tiles, shared, registers_per_thread(kernel, tiles, problem, spec))
-        if kernel == "forward":
-            known = cost.facts(spec, rounded(problem)).packed(bool(packed))
-            chosen = replace(chosen, parts=predicted("triton", kernel, tiles, known, gpu, units(problem, gpu) == "fma",
-                                                     resident(gpu, tiles[2], chosen.shared, chosen.registers), chosen.registers)[1])
-    else:
-        _check_types(problem, gpu)
-        offers = fitting("triton", kernel, spec, rounded(problem), gpu, listed, packed=bool(packed), descriptors=descriptors)
-        chosen = offers[0]
-        if chosen.unfit:
-            raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {chosen.tiles[0]}x{chosen.tiles[1]} tiles need {chosen.shared} bytes of shared "
-                            f"memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
-        reason = _reason(offers, gpu, units(problem, gpu) == "wgmma" and kernel != "dense")
-    parts = OVERRIDE.get("parts", chosen.parts) if kernel == "forward" else 1
-    return _divided(Plan("triton", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), descriptors, reason, chosen.registers,
-                         listed=listed, parts=parts, packed=packed))
-
-
 def _divided(plan: Plan) -> Plan:
     """A plan whose tiles divide the blocks of the list that they come from."""
     if plan.listed and (plan.listed_rows % plan.BLOCK_M or BLOCK % plan.BLOCK_N):
@@ -182,9 +159,8 @@ def _divided(plan: Plan) -> Plan:
     return plan
 
 
-def _reason(offers: tuple[Candidate, ...], gpu: GPU, predictable: bool) -> str:
-    """offers: of `fitting`. Nothing in it depends on lengths: it stands in the generated file, and Triton compiles a kernel anew whose line moved."""
-    best, fit = offers[0], len(offers)
+def _reason(best: Candidate, fit: int, gpu: GPU, predictable: bool) -> str:
+    """best, fit: of `chosen`. Nothing in it depends on lengths: it stands in the generated file, and Triton compiles a kernel anew whose line moved."""
     registers = f"about {min(best.registers, 255):.0f} of 255 registers" if predictable else "the largest tiles that compile without spilling"
     what = f"{best.shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, {registers}"
     return f"{what}, predicted fastest of {fit} that fit" if fit > 1 else what
@@ -217,21 +193,6 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def _hopper(kernel: str, direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU, listed: bool, tiled: tuple[str, ...]) -> Plan | None:
-    """The Hopper schedule's tiles, or None if none fit."""
-    if kernel in OVERRIDE:
-        m, n, _, stages = OVERRIDE[kernel]
-        chosen, reason = Candidate(OVERRIDE[kernel], hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, tiled, listed), 0.0), "tiles given by the caller"
-    else:
-        offers = fitting("hopper", kernel, spec, rounded(problem), gpu, listed, tiled)
-        chosen, reason = offers[0], _reason(offers, gpu, True)
-    if chosen.unfit:
-        return None
-    dense = _dense(direction, spec, problem, gpu) if direction == "backward" else None
-    return _divided(Plan("hopper", direction, kernel, *chosen.tiles, chosen.shared, gpu, matmul_precision(), True, reason, chosen.registers, dense=dense,
-                         listed=listed, tiled=tiled))
-
-
 def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, descriptors: bool | None = None,
               listed: bool | None = None, needs: tuple[bool, ...] | None = None, tiled: Sequence[str] | None = None) -> Plan:
     """Tiles for "forward", or for "backward": the plan of the dK/dV kernel with `rows` and `dense` beside it.
@@ -251,41 +212,132 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     use = has_descriptors(spec, problem, gpu) and descriptors is not False
     listed = pays(spec, problem) if listed is None else listed
     names = {load.name for load in hopper_captured.candidates(spec)}
-    tiled = tuple(sorted(names if tiled is None else names & {*tiled}))
-    why, found = why_not_hopper(spec, problem, gpu, direction, use, listed, needs), None
+    asked = _Asked(spec, problem, gpu, direction, use, listed, needs, tuple(sorted(names if tiled is None else names & {*tiled})))
+    why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs) or asked.why_portable()
     if why is None:
-        found = _hopper("forward" if direction == "forward" else "keys", direction, spec, problem, gpu, listed, tiled)
-        why = "no tile fits its registers and shared memory" if found is None else "the portable schedule is predicted faster"
-        if found is not None and direction == "backward":
-            stored = hopper_captured.storable(spec, problem, tiled, all_needs(spec) if needs is None else needs)
-            found = replace(found, stored=stored, ordered=deterministic())
-        if found is not None:  # of these lengths; the tiles are for a range of them
-            m, n, stages = found.BLOCK_M, found.BLOCK_N, found.num_stages
-            shared = hopper_memory.shared_bytes(found.kernel, spec, problem, m, n, stages, tiled, listed, bool(found.stored))
-            found = replace(found, shared=shared + 256 * found.ordered)  # whose turn it is
-        if found is not None and OVERRIDE.get("schedule") == "hopper":
-            return found
-    plan = _portable(spec, problem, gpu, direction, use, listed)
-    if found is not None and _seconds(spec, problem, found) <= 1.05 * _seconds(spec, problem, plan):
-        return found
-    return plan if not gpu.is_hopper else replace(plan, reason=f"{plan.reason}; not warp-specialised: {why}")
+        return asked.hopper
+    return replace(asked.portable, reason=f"{asked.portable.reason}; not warp-specialised: {why}") if gpu.is_hopper else asked.portable
 
 
-def _seconds(spec: AttentionSpec, problem: Problem, plan: Plan) -> float:
-    return cost.seconds(spec, rounded(problem), plan, exact=False)
+@dataclass(frozen=True)
+class _Asked:
+    """For what a plan is wanted: arguments of `make_plan`, each known. Plans of both schedules are made when they are looked at."""
 
+    spec: AttentionSpec
+    problem: Problem
+    gpu: GPU
+    direction: str
+    descriptors: bool
+    listed: bool
+    needs: tuple[bool, ...] | None
+    tiled: tuple[str, ...]
 
-def _portable(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, use: bool, listed: bool) -> Plan:
-    if direction == "forward":
-        return _plan("forward", direction, spec, problem, gpu, use, listed)
-    rows = _plan("rows", direction, spec, problem, gpu, use, listed)
-    return replace(_plan("keys", direction, spec, problem, gpu, use, listed), rows=rows, dense=_dense(direction, spec, problem, gpu))
+    def why_portable(self) -> str | None:
+        """Why the portable schedule is taken where the Hopper one can run, or None. What is bound to be slower is not planned to the end."""
+        slower, none = "the portable schedule is predicted faster", "no tile fits its registers and shared memory"
+        forced = OVERRIDE.get("schedule") == "hopper"
+        least, most = (0.0, float("inf")) if forced else (self.least_hopper, MARGIN * self.least_portable)
+        if least > most and least > MARGIN * self.seconds(self.portable):
+            return slower if fits(self.hopper_tiles) else none
+        if self.hopper_kernel not in OVERRIDE and chosen(self.hopper_tiles)[0].unfit:
+            return none
+        if forced or (seconds := self.seconds(self.hopper)) <= most or seconds <= MARGIN * self.seconds(self.portable):
+            return None
+        return slower
 
+    def seconds(self, plan: Plan) -> float:
+        """Predicted, of all its kernels."""
+        return cost.seconds(self.spec, rounded(self.problem), plan, exact=False)
 
-def _dense(direction: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> Plan | None:
-    """Tiles of the kernel for gradients of loads over rows and keys, if there are any."""
-    needed = any({"i", "j"} <= load.variables for load in spec.score.loads if load.kind == "float")
-    return _plan("dense", direction, spec, problem, gpu, False) if needed else None
+    @functools.cached_property
+    def least_portable(self) -> float:
+        """Seconds below which no plan of the portable schedule is predicted."""
+        least = lambda kernel: bounded(self.tiles(kernel))[0].seconds
+        if self.direction == "forward":
+            return least("forward")
+        return self.beside("triton", "delta") + least("rows") + least("keys") + (self.beside("triton", "dense", self.dense) if self.dense else 0.0)
+
+    @functools.cached_property
+    def least_hopper(self) -> float:
+        """Seconds below which no plan of the Hopper schedule is predicted."""
+        least = bounded(self.hopper_tiles)[0].seconds
+        return least if self.direction == "forward" else self.beside("hopper", "reset") + least + self.beside("hopper", "sum")
+
+    def beside(self, schedule: str, kernel: str, plan: Plan | None = None) -> float:
+        """Seconds of a kernel that is planned already, or of one without tiles."""
+        tiles, programs, registers = (plan.tiles, plan.resident, plan.registers) if plan else ((BLOCK, BLOCK, 4, 1), 1, 0.0)
+        known, scalar = cost.facts(self.spec, rounded(self.problem)), units(self.problem, self.gpu) == "fma"
+        return cost.kernel_cost(schedule, kernel, tiles, known, self.gpu, scalar, programs, registers, None if plan else (0.0, 0.0)).seconds
+
+    # the Hopper schedule
+
+    @property
+    def hopper_kernel(self) -> str:
+        return "forward" if self.direction == "forward" else "keys"
+
+    @functools.cached_property
+    def hopper_tiles(self) -> Asked:
+        return ask("hopper", self.hopper_kernel, self.spec, self.problem, self.gpu, listed=self.listed, tiled=self.tiled)
+
+    @functools.cached_property
+    def hopper(self) -> Plan:
+        """Where tiles fit."""
+        spec, problem, gpu, kernel, backward = self.spec, self.problem, self.gpu, self.hopper_kernel, self.direction == "backward"
+        if kernel in OVERRIDE:
+            best, reason = Candidate(OVERRIDE[kernel], 0, 0.0), "tiles given by the caller"
+        else:
+            best, fit = chosen(self.hopper_tiles)
+            reason = _reason(best, fit, gpu, True)
+        stored = hopper_captured.storable(spec, problem, self.tiled, all_needs(spec) if self.needs is None else self.needs) if backward else ""
+        m, n, _, stages = best.tiles
+        # of these lengths; the tiles are for a range of them
+        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(stored))
+        ordered = backward and deterministic()  # whose turn it is lies in shared memory too
+        return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + 256 * ordered, gpu, matmul_precision(), True, reason,
+                             best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=stored, ordered=ordered))
+
+    # the portable schedule
+
+    @functools.cached_property
+    def portable(self) -> Plan:
+        if self.direction == "forward":
+            return self.plan("forward")
+        rows = self.plan("rows")
+        return replace(self.plan("keys"), rows=rows, dense=self.dense)
+
+    @functools.cached_property
+    def dense(self) -> Plan | None:
+        """Of the kernel for gradients of loads over rows and keys, if there are any."""
+        needed = any({"i", "j"} <= load.variables for load in self.spec.score.loads if load.kind == "float")
+        return self.plan("dense") if needed and self.direction == "backward" else None
+
+    def tiles(self, kernel: str) -> Asked:
+        """For the tiles of one kernel."""
+        listed, descriptors = self.listed and kernel != "dense", self.descriptors and kernel != "dense"
+        packed = kernel == "forward" and not listed and OVERRIDE.get("packed", True) and bool(packed_axes(self.spec, self.problem))
+        return ask("triton", kernel, self.spec, self.problem, self.gpu, listed=listed, packed=packed, descriptors=descriptors)
+
+    def plan(self, kernel: str) -> Plan:
+        """Of one kernel."""
+        asked, spec, problem, gpu = self.tiles(kernel), self.spec, self.problem, self.gpu
+        if kernel in OVERRIDE:
+            tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
+            if kernel == "dense" and has_relative(spec):  # so that every tile of a diagonal of tiles has the same diagonals
+                tiles = (min(tiles[:2]), min(tiles[:2]), *tiles[2:])
+            shared = shared_bytes(kernel, tiles, problem, spec, gpu, asked.listed, asked.packed, asked.descriptors)
+            best = Candidate(tiles, shared, registers_per_thread(kernel, tiles, problem, spec))
+            if kernel == "forward":
+                best = replace(best, parts=predicted(asked, tiles, resident(gpu, tiles[2], shared, best.registers), best.registers)[1])
+        else:
+            _check_types(problem, gpu)
+            best, fit = chosen(asked)
+            if best.unfit:
+                raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {best.tiles[0]}x{best.tiles[1]} tiles need "
+                                f"{best.shared} bytes of shared memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
+            reason = _reason(best, fit, gpu, asked.units == "wgmma" and kernel != "dense")
+        parts = OVERRIDE.get("parts", best.parts) if kernel == "forward" else 1
+        return _divided(Plan("triton", self.direction, kernel, *best.tiles, best.shared, gpu, matmul_precision(), asked.descriptors, reason,
+                             best.registers, listed=asked.listed, parts=parts, packed=packed_axes(spec, problem) if asked.packed else ()))
 
 
 def why_not(spec: AttentionSpec, problem: Problem, gpu: GPU) -> str | None:

@@ -9,7 +9,7 @@ from typing import Mapping, Sequence
 
 import torch
 
-from ..expr import BOOL, TRUE, Call, Expr, Load, Var, call, conjuncts
+from ..expr import BOOL, INT, TRUE, Call, Expr, Load, Var, call, conjuncts
 from ..ops import OPS
 from ..reference import evaluate
 from ..spec import AttentionSpec
@@ -132,7 +132,7 @@ def _sampled(visible: Expr, BLOCK_M: int, M: int, N: int, given: tuple[tuple[str
     rows = -(-M // BLOCK_M)
     count = min(rows, SAMPLES)
     first = [(2 * s + 1) * rows // (2 * count) * BLOCK_M for s in range(count)]
-    return Counter(_ends(visible)({**dict(given), "M": M, "N": N}, [(i, min(i + BLOCK_M, M) - 1) for i in first]))
+    return Counter(_ends(visible)([(i, min(i + BLOCK_M, M) - 1) for i in first], M=M, N=N, **dict(given)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,19 +140,25 @@ def unevenness(visible: Expr, M: int, N: int, given: tuple[tuple[str, int], ...]
     """How unequally many keys rows see, by a sample: 0 if all see as many, 1 if numbers from 0 to N are as likely (a causal mask). given: as `estimate`."""
     count = min(M, SAMPLES)
     rows = [(2 * s + 1) * M // (2 * count) for s in range(count)]
-    seen = [max(0, hi - lo) for lo, hi, *_ in _ends(visible)({**dict(given), "M": M, "N": N}, [(i, i) for i in rows])]
+    seen = [max(0, hi - lo) for lo, hi, *_ in _ends(visible)([(i, i) for i in rows], M=M, N=N, **dict(given))]
     mean = sum(seen) / max(len(seen), 1)
     return min(1.0, 2 * sum(abs(n - mean) for n in seen) / (len(seen) * mean)) if mean else 0.0
+
+
+_FUNCTIONS = {name: row.evaluate for name, row in OPS.items() if row.evaluate is not None} | {
+    "minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
 
 
 @functools.lru_cache(maxsize=1024)
 def _ends(visible: Expr):
     """The four bounds as one Python function of the values of their names and of (i0, i1) of tiles: a list, one for each tile."""
     found = bounds(_optimistic(visible, {load.name for load in visible.loads}), "j")
-    text = f"[(int({found.lo}), int({found.hi}), int({found.full_lo}), int({found.full_hi})) for i0, i1 in tiles_]"
-    functions = {name: row.evaluate for name, row in OPS.items() if row.evaluate is not None} | {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
-    code = compile(text.replace("~", "1 - "), "<bounds>", "eval")
-    return lambda names, tiles: eval(code, {**functions, **names, "tiles_": tiles})
+    ends = found.lo, found.hi, found.full_lo, found.full_hi
+    names = frozenset().union(*(e.variables for e in ends))
+    whole = lambda e: f"{e}" if e.kind == INT else f"int({e})"
+    text = f"({', '.join(map(whole, ends))})"
+    text = f"[{text} for i0, i1 in tiles_]" if names & {"i0", "i1"} else f"[{text}] * len(tiles_)"
+    return eval(f"lambda {', '.join(['tiles_', *sorted(names - {'i0', 'i1'}), '**_'])}: {text.replace('~', '1 - ')}", dict(_FUNCTIONS))
 
 
 def _optimistic(visible: Expr, missing: set[str]) -> Expr:

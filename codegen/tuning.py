@@ -6,6 +6,7 @@ the kernels. `pin` overrules both; autotuning prints the line that pins what it 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 from ..region import Problem
 from ..spec import AttentionSpec
 from . import plan as planning
-from .candidates import ranked, rounded
+from .candidates import ask, ranked, rounded
 from .gpu import GPU
 from .load import cache_dir, load
 from .packing import packed_axes
@@ -73,18 +74,17 @@ def tune(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device, 
 
 def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, given: Mapping) -> list[dict]:
     """What to measure, as `overridden` takes it: the best few of each schedule that can run, kernels of one direction side by side."""
-    found, size = [], rounded(problem)
+    found, asked = [], functools.partial(ask, spec=spec, problem=problem, gpu=gpu, listed=given["listed"])
+    few = lambda *what, **more: [c.tiles for c in ranked(asked(*what, **more)) if not c.unfit][:FEW]
     why = planning.why_not_hopper(spec, problem, gpu, direction, given.get("descriptors") is not False, given["listed"], given.get("needs"))
     if why is None:
         kernel = "forward" if direction == "forward" else "keys"
         tiled = make_plan(spec, problem, gpu, direction, **given).tiled
-        offers = [c.tiles for c in ranked("hopper", kernel, spec, size, gpu, given["listed"], tiled) if not c.unfit][:FEW]
-        found += [{"schedule": "hopper", kernel: t} for t in offers]
+        found += [{"schedule": "hopper", kernel: t} for t in few("hopper", kernel, tiled=tiled)]
     kernels = ("forward",) if direction == "forward" else ("keys", "rows")
     packed = not given["listed"] and bool(packed_axes(spec, problem))
     described = planning.has_descriptors(spec, problem, gpu) and given.get("descriptors") is not False
-    lists = {k: [c.tiles for c in ranked("triton", k, spec, size, gpu, given["listed"], packed=k == "forward" and packed, descriptors=described)
-                 if not c.unfit][:FEW] for k in kernels}
+    lists = {k: few("triton", k, packed=k == "forward" and packed, descriptors=described) for k in kernels}
     return found + [{"schedule": "triton", **{k: ts[n % len(ts)] for k, ts in lists.items()}} for n in range(max(map(len, lists.values())))]
 
 

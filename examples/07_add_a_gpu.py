@@ -11,6 +11,8 @@ Output:
 """
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 import flashfx
@@ -34,7 +36,7 @@ def main() -> None:
     finally:
         del BY_NAME[SMALL.name]
     try:
-        GPU(**{**SMALL.__dict__, "bandwidth": 192})  # GB/s, not bytes per second
+        dataclasses.replace(SMALL, bandwidth=192)  # GB/s, not bytes per second
     except AssertionError as error:
         print(f"a wrong unit is caught: {error}")
 

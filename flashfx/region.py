@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .expr import cached_hash
 from .spec import AttentionSpec
 
 
@@ -29,6 +30,7 @@ class Refusal:
         return f"left alone ({self.stage}): {self.reason} [node {self.node}]{where}{hint}"
 
 
+@cached_hash
 @dataclass(frozen=True)
 class Problem:
     """The shape of one call, as far as planning needs it. Sizes are hints where the graph has symbols.

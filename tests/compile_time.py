@@ -121,7 +121,7 @@ def gpt2() -> None:
         print(f"GPT-2, {mode}: Inductor {alone:.0f} s, FlashFX {ours:.0f} s of CPU, {ours / alone:.2f} of it", flush=True)
 
 
-SIZED, BY_SPEC = {"problem", "known", "M", "N"}, {"self", "spec", "visible", "score"}
+SIZED, BY_SPEC = {"problem", "asked", "known", "M", "N"}, {"self", "spec", "visible", "score"}
 """Names of parameters that hold sizes, a spec or its expressions: what such caches know is forgotten before a choice is timed."""
 
 

@@ -12,7 +12,7 @@ import pytest
 from flashfx.bench.fit import SECONDS, fit, points
 from flashfx.bench.sweep import VARIANTS, grid
 from flashfx.codegen import cost
-from flashfx.codegen.candidates import ranked
+from flashfx.codegen.candidates import ask, ranked
 from flashfx.codegen.gpu import BY_NAME, GPUS
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.rates import RATES
@@ -182,7 +182,7 @@ def test_what_spilled_is_not_proposed():
     assert len(spilled) > 80
     for row in spilled:
         w = known[row["name"]]
-        offered = [c.tiles for c in ranked(row["schedule"], row["kernel"], w.spec, w.problems[0], BY_NAME["H200"]) if not c.unfit]
+        offered = [c.tiles for c in ranked(ask(row["schedule"], row["kernel"], w.spec, w.problems[0], BY_NAME["H200"])) if not c.unfit]
         assert (row["m"], row["n"], row["warps"], row["stages"]) not in offered, row
 
 

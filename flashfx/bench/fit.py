@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..codegen import cost, rates
-from ..codegen.candidates import ranked
+from ..codegen.candidates import ask, ranked
 from ..codegen.gpu import BY_NAME, GPU
 from ..codegen.limits import registers_per_thread, resident, shared_bytes, units
 from ..codegen.packing import packed_axes
@@ -63,7 +63,7 @@ def fits(point: Point, schedule: str, kernel: str, gpu: GPU) -> set[tuple[int, .
     if kernel == "dense":
         return set(point.of(schedule, kernel))
     packed = is_packed(point, schedule, kernel)
-    return {c.tiles for c in ranked(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=packed) if not c.unfit}
+    return {c.tiles for c in ranked(ask(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=packed)) if not c.unfit}
 
 
 def is_packed(point: Point, schedule: str, kernel: str) -> bool:

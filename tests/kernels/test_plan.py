@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import os
 from dataclasses import replace
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from flashfx.codegen import cost, gpu, load, triton_host
+from flashfx.codegen import candidates, cost, gpu, load, triton_host
 from flashfx.codegen.blocks import pays
+from flashfx.codegen.candidates import rounded
 from flashfx.codegen.factors import by_vectors, gathered, peel
 from flashfx.codegen.limits import LIMIT, registers_per_thread, units
+from flashfx.codegen.packing import packed_axes
 from flashfx.codegen.parts import chunks
-from flashfx.codegen.plan import DIRECTIONS, make_plan, overridden, why_not_hopper
+from flashfx.codegen.plan import DIRECTIONS, MARGIN, SCHEDULES, make_plan, overridden, why_not_hopper
 from flashfx.codegen.render import blocks_module, render
 from flashfx.codegen.schedules import hopper
 from flashfx.codegen.split import number
@@ -66,6 +69,40 @@ def test_what_cannot_fit_raises():
     with pytest.raises(ValueError, match="unknown kernels"):
         with overridden(fwd=(16, 16, 4, 1)):
             pass
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_not_priced_is_no_faster(name):
+    """A choice prices what its bounds do not rule out; `ranked` prices everything."""
+    for kind, head, length in (("self", 64, 512), ("self", 80, 4096), ("gqa", 128, 2048), ("gqa", 64, 96), ("gqa", 192, 1)):
+        s, p = spec(ALL[name], kind), problem(kind, head, "bfloat16", M=length, N=max(length, 512), batch=4, heads=8)
+        for row, schedule, kernel in itertools.product(("H200", "A100", "B200"), ("triton", "hopper"), ("forward", "keys", "rows")):
+            if schedule == "hopper" and (row != "H200" or kernel == "rows" or kernel == "keys" and head > 128):
+                continue
+            for packed in {False, schedule == "triton" and kernel == "forward" and bool(packed_axes(s, p))}:
+                asked = candidates.ask(schedule, kernel, s, p, gpu.BY_NAME[row], packed=packed)
+                every, (best, fit) = candidates.ranked(asked), candidates.chosen(asked)
+                seconds = {c.tiles: c.seconds for c in every if not c.unfit}
+                assert best == every[0] and fit == max(1, len(seconds))
+                assert all(g.seconds <= seconds.get(t, float("inf")) for g in candidates.bounded(asked) for t in g.tiles), asked
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_schedule_is_the_one_predicted_faster(name, direction):
+    """Both in full; a choice plans the other as far as it takes to tell."""
+    row = gpu.BY_NAME["H200"]
+    for kind, head, length in itertools.product(("self", "gqa"), (64, 128), (100, 512, 1024, 8192)):
+        s, p = spec(ALL[name], kind), problem(kind, head, "bfloat16", M=length, batch=2, heads=4)
+        if why_not_hopper(s, p, row, direction, listed=pays(s, p)):
+            continue
+        plans = {}
+        for schedule in SCHEDULES:
+            with overridden(schedule=schedule):
+                plans[schedule] = make_plan(s, p, row, direction)
+        hopper_, portable = (cost.seconds(s, rounded(p), plans[k], exact=False) for k in ("hopper", "triton"))
+        best = plans["hopper" if hopper_ <= MARGIN * portable else "triton"]
+        assert replace(make_plan(s, p, row, direction), reason="") == replace(best, reason=""), (kind, head, length)
 
 
 def test_tiles_divide_the_blocks_of_a_list():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from flashfx.codegen.candidates import Tiles, fitting
+from flashfx.codegen.candidates import Tiles, ask, ranked
 from flashfx.codegen.load import load
 from flashfx.codegen.plan import Plan, make_plan, overridden
 from flashfx.codegen.render import render
@@ -72,7 +72,8 @@ class Case:
 
     def offers(self, schedule: str, kernel: str) -> list[Tiles]:
         """What the planner can propose."""
-        found = fitting(schedule, kernel, self.spec, self.problem, BY_ARCH[self.arch], self.listed, self.tiled if schedule == "hopper" else ())
+        tiled = self.tiled if schedule == "hopper" else ()
+        found = ranked(ask(schedule, kernel, self.spec, self.problem, BY_ARCH[self.arch], listed=self.listed, tiled=tiled))
         return sorted(c.tiles for c in found if not c.unfit)
 
     def plan(self, direction: str, schedule: str, tiles: dict[str, Tiles]) -> Plan:
