@@ -167,10 +167,11 @@ class Partition:
 
 
 class WarpSpecialized(Kernel):
-    """A Gluon kernel: a main function and its partitions."""
+    """A Gluon kernel: a main function and its partitions. changing: arguments for whose values Triton shall not compile the kernel anew."""
 
-    def __init__(self, name: str, doc: str, arguments: Mapping[str, str], constexprs: Sequence[str], options: str):
+    def __init__(self, name: str, doc: str, arguments: Mapping[str, str], constexprs: Sequence[str], options: str, changing: Sequence[str] = ()):
         super().__init__(name, doc, arguments, constexprs, options)
+        self._changing = list(changing)
         self._functions: list[Partition] = []
 
     def _known(self) -> list[str]:
@@ -205,4 +206,7 @@ class WarpSpecialized(Kernel):
         for p in self._functions:
             parameters = [f"{n}: gl.constexpr" if n in (*self._constexprs, *p.constants) else n for n in (*p.arguments(known), *p.constants)]
             texts.append("\n".join(["@gluon.jit", *wrapped(f"def {p.name}(", parameters, "):"), f'    """{p.doc}"""', in_gluon(p.body.text)]))
-        return "\n\n\n".join([*texts, in_gluon(super().source)])
+        main = in_gluon(super().source)
+        if self._changing:
+            main = main.replace("@gluon.jit", f"@gluon.jit(do_not_specialize={self._changing})", 1)
+        return "\n\n\n".join([*texts, main])

@@ -29,9 +29,9 @@ PADDING = 128
 """delta and lse2 are padded to a multiple of this, which every BLOCK_M divides: loops over rows read them without bounds checks."""
 
 
-def padded_rows(z: str) -> str:
-    """Offset of a batch index in delta and lse2."""
-    return f"tl.cast({z}, tl.int64) * (tl.cdiv(M, {PADDING}) * {PADDING})"
+def padded_rows(z: str, rows: str = f"(tl.cdiv(M, {PADDING}) * {PADDING})") -> str:
+    """Offset of a batch index in delta and lse2. rows: of each, padded."""
+    return f"tl.cast({z}, tl.int64) * {rows}"
 
 
 def delta_kernel(site: Site) -> Kernel:

@@ -22,15 +22,16 @@ from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserv
 from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
 from .hopper_keys import each_tile, is_split, is_tight, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
-from .hopper_keys import read_late, reserve_numbers, row_at, slot_of
+from .hopper_keys import read_late, reserve_numbers, row_at, slot_of, worked_out
 from .relative import add_ends, beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import cut, groups, last_of_tile
 from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
-REGISTERS, PRODUCER_REGISTERS = 240, 24
-SPLIT_REGISTERS = 208, 64, 32
+REGISTERS = {False: (240, 24), True: (232, 40)}
+"""Of a thread of both warpgroups, and of the warp that copies: without and with lists or vectors that it reads for them."""
+SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies."""
 
 
@@ -43,8 +44,8 @@ def keys_kernel(site: Site) -> Kernel:
     rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys, "dQ": "BLOCK_M"}
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
-                             tma_arguments(site, results | {"Taken": "taken", "together": "together"}, rows)
-                             | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS")
+                             tma_arguments(site, results | {"Taken": "taken", "together": "together"} | worked_out(site), rows)
+                             | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS", ["work"])
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     if spec.dropout:
@@ -74,12 +75,13 @@ def keys_kernel(site: Site) -> Kernel:
     partial = partial_tiles(site)
     call = ", ".join(returns) + " = " + kernel.function(function, ["number"], returns)
     tiles = functools.partial(each_tile, site)
-    producer = load_tiles(site, others, halves, HALF, call)
+    producer, by_hand = load_tiles(site, others, halves, HALF, call), site.listed or bool(spec.visible.loads)
     if is_split(site):
-        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), SPLIT_REGISTERS
+        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), SPLIT_REGISTERS[by_hand]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least)])
     else:
-        kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, REGISTERS), (producer, [], 1, PRODUCER_REGISTERS)])
+        own, least = REGISTERS[by_hand]
+        kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least)])
     return kernel
 
 

@@ -14,6 +14,7 @@ from ..gluon import Partition
 from ..parts import Site, count, decode, flatten
 from ..program import Program, local
 from ..writer import Writer
+from .common import PADDING
 from .hopper import listed_tiles, segments
 
 MOST = 6
@@ -215,11 +216,16 @@ def read_late(site: Site, text: str, warps: int) -> str:
 
 # -------------------------------------------------------------------------------------------------------- the one warp
 
+def worked_out(site: Site) -> dict[str, str]:
+    """Arguments that the host works out: what a partition makes of its arguments alone the assembler puts in front of all partitions of its warps, where it
+    takes a register of each. work: tiles of keys in all; padded: rows of a batch index in delta and lse2."""
+    return {"work": f"triton.cdiv(N, KEYS['BLOCK_N']) * {count(site.axes_of('k', 'v'))}", "padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"}
+
+
 @contextmanager
 def each_tile_ahead(site: Site, out: Writer, call: str, others):
     """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
     out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    out.assign("work", f"tiles * {count(site.axes_of('k', 'v'))}")
     out.assign("number", "gl.atomic_add(Taken, 1)" if site.ordered else "tl.program_id(0)")
     out.assign("nth", "0")
     out.assign("before", "0", "counts steps over all tiles of keys")

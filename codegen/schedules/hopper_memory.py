@@ -144,7 +144,10 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 if split else 6) * _buffer(2) + _loads(spec, tiled, split)
     ends = (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
     uneven = problem.N % BLOCK > 0
-    numbers = 2 + sum(e != 1 for e in problem.extents)  # M, the number of tiles
+    # a batch index of keys is decoded without the extent of the first axis, one of queries likewise
+    first = next((a for a in spec.axes if a in spec.k), "")
+    known = [a for a in spec.axes if a != first or set(spec.axes) - spec.k and a != spec.axes[0]]
+    numbers = 4 + sum(extents[a] != 1 for a in known)  # M, and with padding; numbers of tiles in all and of a batch index
     numbers += uneven and (split or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)  # N
     if Var("j0") in found.lo.leaves and found.hi == Var("M"):  # batch indices that go together
         batches = prod(e for a, e in extents.items() if a in spec.k | spec.v)

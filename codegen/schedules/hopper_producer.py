@@ -76,8 +76,8 @@ def _load_keys(site: Site, program: Program, out: Writer, halves: int, half: int
 
 def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int, partial: str) -> None:
     out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
-    out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z')} + i)")
-    out.assign("delta", f"tl.load(Delta + {padded_rows('z')} + i)")
+    out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z', 'padded')} + i)")
+    out.assign("delta", f"tl.load(Delta + {padded_rows('z', 'padded')} + i)")
     if left_out(site) != 1.0:
         out.assign("delta", f"delta * {1.0 / left_out(site)!r}", "dS and what it is subtracted from, over dropout's factor")
     if site.averages:

@@ -184,6 +184,6 @@ def steps(*ends):
     return map(scalar, range(*map(int, ends)))
 
 
-gluon = types.SimpleNamespace(jit=Kernel, constexpr_function=lambda f: f)
+gluon = types.SimpleNamespace(jit=lambda f=None, **_: Kernel(f) if f else Kernel, constexpr_function=lambda f: f)
 barrier = lambda: None
 reduce_add = functools.partial(simulator._store_tile, add=True)
