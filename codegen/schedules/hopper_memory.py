@@ -10,14 +10,16 @@ import functools
 from math import prod
 from typing import Sequence
 
-from ...expr import Const, Var
+from ...expr import INT, QK, Const, Load, Var
 from ...region import Problem
 from ...spec import BLOCK, AttentionSpec, EmptyRow
 from ..captured import ends
+from ..derivative import partial as derivative
+from ..factors import split_factor
 from ..order import long_first
 from ..parts import chunks
-from ..ranges import bounds
-from .hopper_vectors import vector_bytes
+from ..ranges import bounds, never_empty
+from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
 BARRIER = 8
@@ -73,83 +75,135 @@ def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages
 
 def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False,
                  stored: bool = False) -> int:
-    """Shared memory that the compiler takes for a kernel; where `is_counted` does not know all that partitions are handed, an upper bound.
+    """Shared memory that the compiler takes for a kernel; an upper bound where tables get no gradient, integers have 32 bits,
+    dQ is summed in order, or the spec names sizes.
     stored: is the gradient of a captured tensor stored on the way?"""
     tiled = tuple(tiled)
-    counted = not listed and is_counted(spec, tiled)
     if kernel == "forward":
         queries = q_tiles(spec, problem, m, n, stages, tiled)
         found = _forward_tiles(spec, problem, m, n, stages, tiled, queries)
-        if not counted:
+        if not is_counted(spec):
             return sum(size for size, _ in found) + vector_bytes(spec, m, n, stages) + 2048
+        found += [(queries * m * _element(load), 16) for load in vectors(spec, "i")]
+        found += [((stages + 1) * n * _element(load), 16) for load in vectors(spec, "j")]
+        found += [(queries * NUMBER, 16)] * (2 * listed) + [((stages + 1) * NUMBER, 16)] * (listed + bool(compared(spec)))
         uneven = not bounds(spec.visible, "j").is_total
         found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4 + [(queries * NUMBER, 16)] * uneven
         # the last: a byte for each warp of the other partitions
-        return stacked([*found, (_forward_handed(spec, problem, tiled, uneven), 8), (m // ROWS * 4, 8)])
+        return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 8)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     split = max(problem.D, problem.Dv) <= 64
     keys = 2 if split else 1  # tiles of them
     found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + _tiles(1, m, q, 4)
     found += [((stages if split else 1) * 2 * m * n, 1024)] + _captured_tiles(spec, m, n, stages, tiled)
-    if not counted:
+    if not is_counted(spec):
         rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
         sums = 8 * n * (not split) * sum(map(ends, spec.score.loads))  # beyond the ends of tables
         by_key = sum("j" in load.variables and "i" not in load.variables for load in spec.loads)  # vectors of 8 bytes an element at most
         return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + keys * 8 * n * by_key + 2048
-    found += [(stages * 4 * m, 16)] * 2 + [(keys * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * (6 if split else 4)
+    found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
+    found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * (not split and _sums(spec))
+    found += [(keys * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * (6 if split else 4)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     told = keys * (4 + len(spec.axes) - len(others)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
     found += [(NUMBER * number, 16) for number in told]
-    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, stored), 8), (12 if split else 4, 8)])
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, stored, listed), 8), (12 if split else 4, 8)])
 
 
 @functools.lru_cache(maxsize=1024)
-def is_counted(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
-    """Is what partitions are handed known? Not where they load tensors at rows or keys themselves, nor of rows that average v."""
-    by_hand = any(load.name not in tiled for load in spec.loads if load.variables & {"i", "j"})
-    return not (by_hand or spec.visible.loads or spec.sizes or not spec.axes or spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD))
+def is_counted(spec: AttentionSpec) -> bool:
+    """Is what partitions are handed known? Not of sizes that the spec names."""
+    return not spec.sizes and bool(spec.axes)
 
 
-def _loads(spec: AttentionSpec, tiled: Sequence[str], warpgroups: bool) -> int:
-    """Of captured tensors: a tile's ring and tensor map; of one that belongs to a batch index, which only warpgroups read, address and strides but
-    the last, which is 1."""
-    found = 0
+@functools.lru_cache(maxsize=1024)
+def averages(spec: AttentionSpec) -> bool:
+    """May rows average v? As `parts.Site` has it, but for masks under which no row is empty only while M <= N."""
+    return spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD) and spec.is_masked and not never_empty(spec.visible)
+
+
+def _element(load: Load) -> int:
+    """Bytes of an element of a ring; integers taken to have 64 bits."""
+    return 8 if load.kind == INT else 4
+
+
+MOST = 6
+"""As `hopper_keys` and `hopper_producer` have it."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _at(spec: AttentionSpec, index: str) -> tuple[Load, ...]:
+    """Captured vectors that the one warp of backward reads, at "i" or "j" alone."""
+    if index == "i":
+        return tuple(load for load in spec.loads if load.variables & {"i", "j"} == {"i"})[:MOST]
+    return tuple(load for load in spec.loads if "j" in load.variables and load.variables & {"i", *spec.axes} <= {"j", *spec.k})[:MOST]
+
+
+@functools.lru_cache(maxsize=1024)
+def _sums(spec: AttentionSpec) -> int:
+    """Tables beyond whose ends backward adds up dS (`relative.summed`), taken to get gradients."""
+    rest = lambda e: split_factor(derivative(spec.score, e))[0]
+    return sum(ends(load) and rest(load) == rest(QK) for load in spec.score.loads)
+
+
+def _loads(spec: AttentionSpec, tiled: Sequence[str], wanted: Sequence[Load]) -> int:
+    """Of captured tensors: a tile's ring and tensor map; of others that are `wanted`, address and strides but the last, which is 1."""
+    found, strides = 0, {}
     for load in dict.fromkeys(spec.loads):
         if load.name in tiled:
-            found += _buffer(1 + len(load.index)) + ADDRESS
-        elif warpgroups:
-            found += ADDRESS + NUMBER * (len(load.index) - 1)
-    return found
+            found += (_buffer(1 + len(load.index)) + ADDRESS) * (load.name not in strides)
+            strides[load.name] = set()
+        elif load in wanted:
+            strides.setdefault(load.name, set()).update(d for d, x in enumerate(load.index[:-1]) if x != Const(0))
+    return found + sum(ADDRESS + NUMBER * len(dims) for name, dims in strides.items() if name not in tiled)
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], uneven: bool) -> int:
+def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], uneven: bool, listed: bool) -> int:
     """To the second warpgroup and the warp that copies, in bytes."""
     extents, pieces, v_pieces = problem.extents, len(_pieces(problem.D)), len(_pieces(problem.Dv))
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     maps = ADDRESS * 2 * (pieces + v_pieces)
     rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem.D, problem.Dv)) * out + 6 * _buffer(2)
     first = Var("i1") in bounds(spec.visible, "j").hi.leaves  # how many batch indices there are: those whose keys stay in the L2 cache go together
+    beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
     sizes = NUMBER * (3 + sum(e != 1 for e in extents[not first:]))  # M, N, number of tiles
-    return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, True)
+    return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
+
+
+def _of_the_warp(spec: AttentionSpec, listed: bool) -> tuple[Load, ...]:
+    """Captured tensors that the one warp of backward reads itself."""
+    found = bounds(spec.visible, "i")
+    limits = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
+    return (*_at(spec, "i"), *_at(spec, "j"), *(load for e in limits for load in e.loads))
+
+
+def _reads_ends(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
+    """Does a warpgroup of backward ask for the last key: of tensors that it reads itself, or of a mask of two kinds?"""
+    by_hand = any({"i", "j"} <= load.variables and load.name not in tiled for load in spec.loads)
+    closed = groups(spec, "i")
+    return by_hand or all(closed) and any(Var("j1") in e.leaves for c in closed[0] for f in [bounds(c, "i")] for e in (f.full_lo, f.full_hi))
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, stored: bool) -> int:
+def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, stored: bool, listed: bool) -> int:
     """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
-    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 if split else 6) * _buffer(2) + _loads(spec, tiled, split)
-    ends = (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
+    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 if split else 6) * _buffer(2)
+    total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
+    total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (averages(spec) + listed)
+    ends = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
     uneven = problem.N % BLOCK > 0
     # a batch index of keys is decoded without the extent of the first axis, one of queries likewise
     first = next((a for a in spec.axes if a in spec.k), "")
     known = [a for a in spec.axes if a != first or set(spec.axes) - spec.k and a != spec.axes[0]]
     numbers = 4 + sum(extents[a] != 1 for a in known)  # M, and with padding; numbers of tiles in all and of a batch index
-    numbers += uneven and (split or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)  # N
-    if Var("j0") in found.lo.leaves and found.hi == Var("M"):  # batch indices that go together
+    numbers += (uneven and (split or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
+                or listed and bool(spec.mask().axes) or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
+    if not listed and Var("j0") in found.lo.leaves and found.hi == Var("M"):  # batch indices that go together
         batches = prod(e for a, e in extents.items() if a in spec.k | spec.v)
         rows = problem.M * prod(problem.extents) // max(1, batches)
         row = 6 * sum(_pieces(problem.D)) + 2 * sum(_pieces(problem.Dv))
@@ -157,4 +211,5 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
         total += ADDRESS + out if stored else _buffer(3)  # dS
+        total += ADDRESS * _sums(spec) + NUMBER * (_sums(spec) > 0)
     return total + NUMBER * numbers

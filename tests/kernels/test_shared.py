@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from flashfx.codegen.candidates import Tiles, ask, ranked
+from flashfx.codegen.limits import has_relative
 from flashfx.codegen.load import load
 from flashfx.codegen.plan import Plan, make_plan, overridden
 from flashfx.codegen.render import render
@@ -160,6 +161,27 @@ def test_no_more_shared_memory_than_predicted(turn, found):
     check_some(found, 2, turn, ("triton",), exact=False)
 
 
+PAIR = [
+    # the warp-specialised pair: lists, vectors that one warp reads for the others, rows that average v, tensors read element by element, tables
+    Case("sm_90", "documents", head=128, listed=True), Case("sm_90", "documents", "gqa", 64), Case("sm_90", "padding", "gqa", 128, listed=True),
+    Case("sm_90", "bool_mask", head=64, length=500), Case("sm_90", "temperature", "gqa", 96), Case("sm_90", "padded_bias", head=64, listed=True),
+    Case("sm_90", "ended", head=64, trained=True), Case("sm_90", "relative", "gqa", 128)]
+
+
+def check_pair(found: Case, number: int, turn: int) -> None:
+    """So many forward and backward kernels of the warp-specialised pair, others in every turn."""
+    for kernel in ("forward", "keys"):
+        offers = found.offers("hopper", kernel)
+        assert offers, (found, kernel)
+        for n in range(min(number, len(offers))):
+            found.check("hopper", {kernel: offers[(turn + n) % len(offers)]})
+
+
+@pytest.mark.parametrize("turn, found", enumerate(PAIR), ids=str)
+def test_shared_memory_of_the_pair(turn, found):
+    check_pair(found, 1, turn)
+
+
 MADE_OF = {  # what a spec is made of -> (axes of q, axes of k, captured tensor, score, mask)
     "two": ("b, h", "b, h", "", "qk", ""), "upper": ("b, h", "b, h", "", "qk", "i <= j"), "three": ("b, h, g", "b, h", "", "qk", "j <= i"),
     "one": ("b", "b", "", "qk", ""),
@@ -203,6 +225,16 @@ def test_shared_memory_everywhere(arch, name, head):
             todo += [(found, schedule, new)] * bool(new)
     for found, schedule, tiles in todo[first::step] if len(todo) > step else todo:
         found.check(schedule, tiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["self", "gqa"])
+@pytest.mark.parametrize("turn, variant", enumerate(ALL))
+@pytest.mark.parametrize("head", [64, 80, 128])
+def test_shared_memory_of_the_pair_everywhere(head, turn, variant, kind):
+    """With and without lists, of lengths that tiles divide and others; gradients of tables alone, since those of other tensors may rule out the pair."""
+    for listed, length in itertools.product((False, True) if ALL[variant].where else (False,), (512, 504)):
+        check_pair(Case("sm_90", variant, kind, head, length, has_relative(spec_of(ALL[variant], kind)), listed), 2, turn)
 
 
 @pytest.mark.slow
