@@ -19,7 +19,7 @@ from ..writer import Kernel, Writer
 from .common import Body, scaled
 from .ends import classify, ended, tight_score
 from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserve, tile_view, tma_arguments
-from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tiles_from_rings
+from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
 from .hopper_keys import each_tile, is_split, is_tight, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import read_late, reserve_numbers, row_at, slot_of, worked_out
@@ -30,7 +30,7 @@ from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_ring
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS = {False: (240, 24), True: (232, 40)}
-"""Of a thread of both warpgroups, and of the warp that copies: without and with lists or vectors that it reads for them."""
+"""Of a thread of both warpgroups, and of the warp that copies: where it reads no lists and vectors of a mask for them, and where it does."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies."""
 
@@ -76,6 +76,7 @@ def keys_kernel(site: Site) -> Kernel:
     call = ", ".join(returns) + " = " + kernel.function(function, ["number"], returns)
     tiles = functools.partial(each_tile, site)
     producer, by_hand = load_tiles(site, others, halves, HALF, call), site.listed or bool(spec.visible.loads)
+    by_hand = by_hand or bool(ended(site)) if is_split(site) else by_hand and not (tile_loads(site) or spec.dropout)  # beside tiles, products are serialised
     if is_split(site):
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), SPLIT_REGISTERS[by_hand]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least)])
