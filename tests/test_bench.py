@@ -11,8 +11,10 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 import flashfx
 from flashfx.bench import variants as known
 from flashfx.bench.measure import Row, measure, operands
+from flashfx.bench.measure import roofline as known_roofline
 from flashfx.bench.table import lines, summary
 from flashfx.bench.variants import VARIANTS, Shape
+from flashfx.codegen.gpu import BY_NAME
 
 N = 48
 
@@ -92,9 +94,24 @@ def test_a_peer_that_fails_is_a_row_that_says_why():
     row = measure("t5", "flash", shape(VARIANTS["t5"]))
     assert row.failed == "scaled_dot_product_attention cannot say it without an N x N tensor" and not row.ms
     rows = [row, Row("t5", "flashfx", 2, 8, 8, N, 16, "float32", {"both": 1.0}, {"both": 2.0})]
-    assert lines(rows, ["flash", "flashfx"], ["both"])[0].split()[-3:] == ["-", "2", "-"]
+    assert lines(rows, ["flash", "flashfx"], ["both"])[0].split()[-4:] == ["-", "2", "-", "-"]
     shown = "\n".join(summary(rows, ["both"]))
     assert f"no number for flash (t5 d=16 N={N}): scaled_dot_product_attention cannot say it" in shown
+
+
+def test_rooflines():
+    """Products bind plain attention of long sequences, bytes what reads or writes a number for every query and key, exponentials small heads."""
+    gpu = BY_NAME["H200"]
+    of = lambda name, head: known_roofline(VARIANTS[name], where := Shape(1, 8, 8, 2048, head, head, torch.bfloat16, torch.device("cpu")), VARIANTS[name].tensors(where), gpu)
+    found = of("full", 128)
+    assert found["forward"] == found["backward"] == found["both"] == pytest.approx(gpu.matrix_rate / 1e12)
+    assert of("full", 16)["forward"] == pytest.approx(4 * 16 * gpu.exp_rate / 1e12)
+    pairs, operand = 8 * 2048 ** 2, 8 * 2048 * 32 * 2
+    assert of("mask", 32)["forward"] == pytest.approx(4 * 32 * pairs / ((4 * operand + 2 * pairs) / gpu.bandwidth) / 1e12)
+    assert of("bias", 32)["backward"] == pytest.approx(10 * 32 * pairs / ((8 * operand + 4 * pairs) / gpu.bandwidth) / 1e12)
+    row = lambda peer, speed: Row("full", peer, 1, 8, 8, 2048, 128, "bfloat16", {"both": 1.0}, {"both": speed}, found)
+    line, = lines([row("flashfx", found["both"] / 2), row("flex", 100.0)], ["flashfx", "flex"], ["both"])
+    assert line.split()[-1] == "0.50"
 
 
 def test_the_command(tmp_path, capsys):

@@ -5,11 +5,12 @@ import contextlib
 import gc
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Callable
 
 import torch
 
+from ..codegen.gpu import GPU, current
 from .peers import PEERS, CannotRun
 from .variants import VARIANTS, Shape, Variant
 
@@ -20,7 +21,7 @@ WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 @dataclass(frozen=True)
 class Row:
-    """One peer on one workload. ms and TFLOP/s by pass; error is the relative error (Frobenius norm) of the output and of every gradient, the
+    """One peer on one workload. ms, TFLOP/s, and the TFLOP/s that the card's peaks allow (`roofline`), by pass; error is the relative error (Frobenius norm) of the output and of every gradient, the
     worst of them, on one key head; eager_error is eager's in the same dtype. failed: why there are no numbers."""
 
     variant: str
@@ -33,6 +34,7 @@ class Row:
     dtype: str
     ms: dict[str, float]
     tflops: dict[str, float]
+    roofline: dict[str, float] = field(default_factory=dict)
     error: float | None = None
     eager_error: float | None = None
     peak_mib: float | None = None
@@ -111,6 +113,22 @@ def seconds(forward: Callable[[], list[torch.Tensor]], leaves: list[torch.Tensor
         found["backward"] = median_ms(backward.replay, device) / 1e3
         del kept
     return found
+
+
+def roofline(variant: Variant, shape: Shape, tensors: dict[str, torch.Tensor], gpu: GPU) -> dict[str, float]:
+    """TFLOP/s by pass at the card's peaks (Williams et al. 2009, "Roofline"): matrix products, one exp for each visible pair and pass, and every tensor read
+    once, every result written once, whichever takes longest. `tensors` are those that the variant captures."""
+    pairs = shape.batch * shape.heads * variant.visible(shape, tensors)
+    work = 2 * pairs * (shape.head_size + shape.v_head_size)
+    rows, keys = shape.batch * shape.heads * shape.length, shape.batch * shape.kv_heads * shape.length
+    q, kv, out = rows * shape.head_size, keys * (shape.head_size + shape.v_head_size), rows * shape.v_head_size
+    captured = sum(t.numel() * t.element_size() for t in tensors.values())
+    gradients = sum(tensors[name].numel() * tensors[name].element_size() for name in variant.trained)
+    width = shape.dtype.itemsize
+    moved = {"forward": (q + kv + out) * width + captured, "backward": 2 * (q + kv + out) * width + captured + gradients}
+    seconds = {name: max(WORK[name] * work / gpu.matrix_rate, pairs / gpu.exp_rate, bytes_ / gpu.bandwidth) for name, bytes_ in moved.items()}
+    seconds["both"] = sum(seconds.values())
+    return {name: WORK[name] * work / s / 1e12 for name, s in seconds.items()}
 
 
 def operands(shape: Shape, variant: Variant, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
@@ -213,4 +231,5 @@ def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fi
             ms[name] = median_ms(called(prepared[name], shape.device), shape.device)
     work = 2 * shape.batch * shape.heads * variant.visible(shape, tensors) * (shape.head_size + shape.v_head_size)
     tflops = {name: WORK[name] * work / time_ms / 1e9 for name, time_ms in ms.items()}
-    return Row(**fixed, ms=ms, tflops=tflops, error=wrong[0], eager_error=wrong[1], peak_mib=peak, clocks=clocks(shape.device))
+    peaks = roofline(variant, shape, tensors, current(shape.device)) if cuda and shape.dtype != torch.float32 else {}
+    return Row(**fixed, ms=ms, tflops=tflops, roofline=peaks, error=wrong[0], eager_error=wrong[1], peak_mib=peak, clocks=clocks(shape.device))

@@ -42,11 +42,17 @@ def _over(rows: Sequence[Row], name: str, other: Row | None) -> float | None:
     return ours.tflops[name] / other.tflops[name] if ours and other else None
 
 
+def of_roofline(rows: Sequence[Row], name: str) -> float | None:
+    """FlashFX's speed over what the card's peaks allow; None where either is unknown."""
+    ours = next((r for r in rows if r.peer == OURS and name in r.tflops and name in r.roofline), None)
+    return ours.tflops[name] / ours.roofline[name] if ours else None
+
+
 def head(peers: Sequence[str], plain: bool = False) -> str:
     """What the lines of `lines` mean."""
     return ("TFLOP/s of the visible work (forward 2 (d + dv) per visible pair, backward 2.5 times that), medians; ratio: flashfx over the "
-            "fastest peer\n"
-            f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'of plain' if plain else '':>{9 * plain}}{'error':>10}{'eager':>10}{'MiB':>9}")
+            "fastest peer; of roof: of what the card's peaks allow (products, exponentials, bytes)\n"
+            f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'of plain' if plain else '':>{9 * plain}}{'of roof':>9}{'error':>10}{'eager':>10}{'MiB':>9}")
 
 
 def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> list[str]:
@@ -56,7 +62,7 @@ def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> 
     for name in passes:
         cells = "".join(f"{by_peer[p].tflops[name]:>10.0f}" if p in by_peer and name in by_peer[p].tflops else f"{'-':>10}" for p in peers)
         cell = lambda found, width: f"{found:>{width}.2f}" if found else f"{'-':>{width}}"
-        tail = cell(ratio(group, name), 8) + (cell(of_plain(group, name), 9) if PLAIN in by_peer else "")
+        tail = cell(ratio(group, name), 8) + (cell(of_plain(group, name), 9) if PLAIN in by_peer else "") + cell(of_roofline(group, name), 9)
         if name == passes[-1] and ours is not None and ours.error is not None:
             tail += f"{ours.error:>10.1e}{ours.eager_error:>10.1e}"
             tail += f"{ours.peak_mib:>9.0f}" if ours.peak_mib is not None else ""
