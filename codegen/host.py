@@ -14,7 +14,7 @@ from .schedules import hopper_around, hopper_backward, hopper_forward
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, turns_shape
-from .schedules.hopper_keys import is_split, starts_long
+from .schedules.hopper_keys import is_split, goes_together
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
 from .writer import Kernel, Writer, wrapped
 
@@ -199,7 +199,7 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
     allocate_stored(site, out)
-    if starts_long(site):
+    if goes_together(site):
         row = sum(6 * c.width for c in site.qk_chunks) + sum(2 * c.width for c in site.v_chunks)  # bytes of q, dO and dQ
         rows = f"M * {count(site.other_axes(axes))}" if site.other_axes(axes) else "M"
         out.line(f"together, *_ = long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows} * {row} / 1024)", "batch indices whose tiles start together")

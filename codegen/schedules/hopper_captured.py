@@ -4,6 +4,7 @@ Read element by element where scores are computed, a bias doubles the time of ba
 """
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Sequence
 
@@ -33,6 +34,29 @@ def candidates(spec: AttentionSpec) -> list[Load]:
 
 def tile_loads(site: Site) -> list[Load]:
     return [load for load in candidates(site.spec) if load.name in site.tiled]
+
+
+def shares(spec: AttentionSpec, tiled: Sequence[str], axes: Sequence[str]) -> bool:
+    """Do batch indices (of these axes) read the same tiles? Programs of several then run beside each other, so that a tile comes from device memory once
+    and for the others from the L2 cache."""
+    return any(not {*axes} <= load.variables for load in candidates(spec) if load.name in tiled)
+
+
+def outermost(spec: AttentionSpec, tiled: Sequence[str], axes: Sequence[str]) -> list[str]:
+    """The first axes that such a tensor lacks, which must be counted fastest for that; those behind them are already."""
+    lacked = ([*itertools.takewhile(lambda a: a not in load.variables, axes)] for load in candidates(spec) if load.name in tiled)
+    return max(lacked, key=len, default=[])
+
+
+def beside(site: Site, out: Writer, axes: Sequence[str], name: str, number: str, total: str) -> None:
+    """Assign the batch index of a number that counts `outermost` axes fastest. total: how many batch indices there are."""
+    found = outermost(site.spec, site.tiled, axes)
+    if not found:
+        out.assign(name, number)
+        return
+    out.assign("copies", count(found), "of batch indices, that share captured tiles")
+    out.assign("place", number)
+    out.assign(name, f"place % copies * ({total} // copies) + place // copies")
 
 
 def _keys_last(load: Load) -> bool:

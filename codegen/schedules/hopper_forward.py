@@ -14,7 +14,7 @@ from ..program import Program, local
 from ..writer import Kernel, Writer
 from .ends import ended, warpgroup_score
 from .forward import heavy_last, is_finite
-from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
+from .hopper_captured import beside, read_tiles, reserve_tiles, shares, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_vectors import PLACES, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tiles_name, tma_arguments
 
@@ -71,7 +71,7 @@ def _locate(site: Site) -> tuple[Partition, list[str], str]:
     function = Partition("locate", "A tile of query rows by number: batch index, first row, and the tiles of keys that its rows see.")
     out = function.body
     out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
-    if heavy_last(ends.hi):
+    if heavy_last(ends.hi) or shares(spec, site.tiled, axes):
         key = sum(c.width for c in (*site.qk_chunks, *site.v_chunks)) * 2
         out.assign("all", count(axes))
         out.assign("groups", f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {key}, 1024), {L2_KIB}))", "of batch indices whose keys and values fit the L2 cache")
@@ -79,8 +79,11 @@ def _locate(site: Site) -> tuple[Partition, list[str], str]:
         out.assign("first", "number // (group * tiles) * group")
         out.assign("size", "tl.minimum(group, all - first)")
         out.assign("rest", "number % (group * tiles)")
-        out.assign("z", "first + rest % size")
-        out.assign("i0", "(tiles - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
+        beside(site, out, axes, "z", "first + rest % size", "all")
+        if heavy_last(ends.hi):
+            out.assign("i0", "(tiles - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
+        else:
+            out.assign("i0", "rest // size * BLOCK_M")
     else:
         out.assign("z", "number // tiles")
         out.assign("i0", "number % tiles * BLOCK_M")

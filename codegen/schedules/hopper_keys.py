@@ -16,6 +16,7 @@ from ..program import Program, local
 from ..writer import Writer
 from .common import PADDING
 from .hopper import listed_tiles, segments
+from .hopper_captured import beside, shares
 
 MOST = 6
 """Loads by key that get a ring, 8 bytes an element at most; the warpgroups load the others themselves."""
@@ -43,18 +44,20 @@ def key_tiles(site: Site) -> int:
     return 2 if is_split(site) else 1
 
 
-def starts_long(site: Site) -> bool:
-    """Are the first keys seen by most rows (causal masks), and is any order of tiles right? Then they start first (`order.long_first`)."""
-    return Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M") and not site.ordered and not site.listed
+def goes_together(site: Site) -> bool:
+    """Is any order of tiles right, and does it matter: are the first keys seen by most rows (causal masks), which then start first
+    (`order.long_first`), or do batch indices share captured tiles?"""
+    long = Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M")
+    return not site.ordered and not site.listed and (long or shares(site.spec, site.tiled, site.axes_of("k", "v")))
 
 
 def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
     """The function that says where a tile is, and the names of what it returns."""
     function = Partition("locate_keys", "A tile of keys by number: batch index and first key.")
     out = function.body
-    if starts_long(site):
-        out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps")
-        out.assign("y", "group * together + number % together")
+    if goes_together(site):
+        out.assign("group", "number // (together * tiles)", "of batch indices whose first tiles start first")
+        beside(site, out, mine, "y", "group * together + number % together", count(mine))
         out.assign("tile", "number // together % tiles")
     else:
         out.assign("y", "number // tiles")

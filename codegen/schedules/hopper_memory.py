@@ -19,6 +19,7 @@ from ..factors import split_factor
 from ..order import long_first
 from ..parts import chunks
 from ..ranges import bounds, never_empty
+from .hopper_captured import outermost, shares
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
@@ -165,7 +166,8 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     maps = ADDRESS * 2 * (pieces + v_pieces)
     rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem.D, problem.Dv)) * out + 6 * _buffer(2)
-    first = Var("i1") in bounds(spec.visible, "j").hi.leaves  # how many batch indices there are: those whose keys stay in the L2 cache go together
+    # how many batch indices there are: those whose keys stay in the L2 cache go together
+    first = Var("i1") in bounds(spec.visible, "j").hi.leaves or shares(spec, tiled, spec.axes)
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
     sizes = NUMBER * (3 + sum(e != 1 for e in extents[not first:]))  # M, N, number of tiles
     return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
@@ -203,11 +205,13 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     numbers = 4 + sum(extents[a] != 1 for a in known)  # M, and with padding; numbers of tiles in all and of a batch index
     numbers += (uneven and (split or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
                 or listed and bool(spec.mask().axes) or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
-    if not listed and Var("j0") in found.lo.leaves and found.hi == Var("M"):  # batch indices that go together
+    mine = [a for a in spec.axes if a in spec.k | spec.v]
+    if not listed and (Var("j0") in found.lo.leaves and found.hi == Var("M") or shares(spec, tiled, mine)):  # batch indices that go together
         batches = prod(e for a, e in extents.items() if a in spec.k | spec.v)
         rows = problem.M * prod(problem.extents) // max(1, batches)
         row = 6 * sum(_pieces(problem.D)) + 2 * sum(_pieces(problem.Dv))
         numbers += long_first(batches, -(-problem.N // n), rows * row / 1024)[0] != 1
+        numbers += bool(outermost(spec, tiled, mine)) and first not in known and extents[first] != 1
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
         total += ADDRESS + out if stored else _buffer(3)  # dS
