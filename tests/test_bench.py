@@ -191,6 +191,16 @@ def test_a_partial_sweep_replaces_what_it_measured_anew(tmp_path):
     assert Table(str(path), "card C", again=True).remeasured[first] == {"triton forward": 1}
 
 
+def test_what_a_sweep_measures():
+    """Of each workload both schedules, forward and backward; only the portable one decodes."""
+    from flashfx.bench.sweep import grid, jobs
+    for workload in grid():
+        found = {(j.schedule, j.direction) for j in jobs(workload, BY_NAME["H200"])}
+        every = {("triton", "forward"), ("triton", "backward"), ("hopper", "forward")}
+        assert found == {("triton", "forward")} if workload.problems[0].M == 1 else every <= found, workload
+        assert {j.schedule for j in jobs(workload, BY_NAME["H200"], ("hopper",))} <= {"hopper"} and not [j for j in jobs(workload, BY_NAME["A100"]) if j.schedule == "hopper"]
+
+
 def test_workloads_are_chosen_by_name():
     from typer.testing import CliRunner
 

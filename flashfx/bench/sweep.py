@@ -6,9 +6,9 @@ import json
 import multiprocessing
 import time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
 import torch
 
@@ -98,6 +98,9 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
     return found
 
 
+SCHEDULES = ("hopper", "triton")
+
+
 @dataclass(frozen=True)
 class Job:
     """One generated module: a direction of a workload with given tiles. parts: of the keys of a forward kernel, as `Plan.parts`."""
@@ -143,15 +146,18 @@ def offers(workload: Workload, gpu: GPU, schedule: str, kernel: str) -> list[can
     p, spec = workload.problems[0], workload.spec
     tiled = tuple(a.name for a in spec.aux if any({"i", "j"} <= load.variables for load in spec.loads if load.name == a.name))
     needed = lambda t: hopper_memory.shared_bytes(kernel, spec, p, t[0], t[1], t[3], tiled) if schedule == "hopper" else shared_bytes(kernel, t, p, spec, gpu)
-    return [t for t in candidates.generated(schedule, kernel, spec, p, gpu) if needed(t) <= gpu.shared_per_block]
+    asked = candidates.ask(schedule, kernel, spec, p, gpu, tiled=tiled)
+    return [t for t in candidates.generated(asked) if needed(t) <= gpu.shared_per_block]
 
 
-def jobs(workload: Workload, gpu: GPU) -> list[Job]:
+def jobs(workload: Workload, gpu: GPU, schedules: Sequence[str] = SCHEDULES) -> list[Job]:
     """Every tile that fits, each kernel's in turn; dK/dV and dQ are paired in one module, but measured alone."""
     found, decodes = [], workload.problems[0].M == 1
-    if gpu.is_hopper and not compat.interpreting() and not decodes:
+    if "hopper" in schedules and gpu.is_hopper and not compat.interpreting() and not decodes:
         for direction, kernel in (("forward", "forward"), ("backward", "keys")):
             found += [Job(workload, direction, "hopper", ((kernel, t),), gpu) for t in offers(workload, gpu, "hopper", kernel)]
+    if "triton" not in schedules:
+        return found
     found += [Job(workload, "forward", "triton", (("forward", t),), gpu, parts) for t in offers(workload, gpu, "triton", "forward") for parts in ((1, 0) if decodes else (1,))]
     if not decodes:
         lists = {kernel: offers(workload, gpu, "triton", kernel) for kernel in ("keys", "rows", *(("dense",) if any(job_needs(workload)[3:]) else ()))}
@@ -249,7 +255,7 @@ class Table:
 
     def write(self) -> None:
         """JSON: one line a point or build."""
-        points = [{"variant": w, **{k: v for k, v in vars(p).items() if k != "sizes"}, "us": {k: float(f"{t:.4g}") for k, t in us.items()},
+        points = [{"variant": w, **{f.name: getattr(p, f.name) for f in fields(p) if f.name != "sizes"}, "us": {k: float(f"{t:.4g}") for k, t in us.items()},
                    **({"remeasured": again} if (again := self.remeasured.get((w, p))) else {})} for (w, p), us in self.points.items()]
         line = lambda rows: "[\n" + ",\n".join(json.dumps(r, separators=(",", ":")) for r in rows) + "\n]"
         text = f'{{"devices": {json.dumps(self.devices)},\n"points": {line(points)},\n"builds": {line(self.builds)},\n"failed": {line(self.failed)}}}\n'
@@ -258,10 +264,11 @@ class Table:
         temporary.replace(self.path)
 
 
-def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Table, processes: int, seconds: float, say: Callable[[str], None]) -> None:
+def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Table, processes: int, seconds: float, say: Callable[[str], None],
+          schedules: Sequence[str] = SCHEDULES) -> None:
     """Compile in `processes` processes, measure what is compiled as it comes; ends after `seconds` at the latest."""
     start, clock, inputs = time.perf_counter(), Clock(device), {}
-    todo = [job for w in workloads for job in jobs(w, gpu)]
+    todo = [job for w in workloads for job in jobs(w, gpu, schedules)]
     written = 0.0
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         pending = {pool.submit(compiled, job) for job in todo}

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from flashfx.codegen import blocks, launch, triton_host
+from flashfx.codegen import blocks, gpu, launch, triton_host
 from flashfx.codegen.gpu import DEFAULT
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import check, inputs
@@ -380,3 +381,16 @@ def test_split_as_the_card_has_room(monkeypatch):
             monkeypatch.undo()
     (one, _, few), (other, _, more) = sorted(seen, key=lambda found: found[1])
     assert one is other and 1 < few < more
+
+
+def test_more_sweeps(tmp_path, monkeypatch):
+    """The first tile of forward and of backward are compiled in a process of their own, measured and written down."""
+    from flashfx.bench import sweep
+    workload, card, every = sweep.grid(quick=True)[0], gpu.current(torch.device("cpu")), sweep.jobs
+    firsts = lambda *args: [next(job for job in every(*args) if job.direction == direction) for direction in ("forward", "backward")]
+    monkeypatch.setattr(sweep, "jobs", firsts)
+    table, told = sweep.Table(str(tmp_path / "tiles.json"), "this machine"), []
+    sweep.sweep([workload], card, torch.device("cpu"), table, 1, 100.0, told.append)
+    point, = json.loads((tmp_path / "tiles.json").read_text())["points"]
+    assert not table.failed and "2 of 2 modules" in told[-1]
+    assert {name.split()[1] for name in point["us"]} == {"forward", "delta", "keys", "rows"} and set(point) == {*vars(workload.problems[0]), "variant", "us"} - {"sizes", "_hash"}
