@@ -68,8 +68,13 @@ def launches(module: ModuleType, operands: Operands, direction: str) -> list[tup
 
 
 def together(kept: list[tuple[str, Callable]]) -> Callable[[], object]:
-    """A function that launches all of them again, in order. A kernel alone finds what its last run left: that all tiles are taken, say."""
+    """A function that launches all of them again, in order."""
     return lambda: [run() for _, run in kept]
+
+
+def each(kept: list[tuple[str, Callable]], clock: Clock) -> list[tuple[str, float]]:
+    """(name, microseconds) of each launch. Those before it run first, in no time: alone it would find what its last run left, that all tiles are taken."""
+    return [(name, clock.median(run, together(kept[:n]))) for n, (name, run) in enumerate(kept)]
 
 
 class Clock:
@@ -79,19 +84,21 @@ class Clock:
         self.device, self.budget = device, milliseconds
         self.flush = torch.empty(2 ** 27, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
-    def median(self, run: Callable[[], object]) -> float:
-        """Microseconds, to be called after a first run."""
+    def median(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """Microseconds, to be called after a first run. before: called each time, not measured."""
         if self.flush is None:
+            before()
             start = time.perf_counter()
             run()
             return (time.perf_counter() - start) * 1e6
-        first = self._times(run, 1)[0]
-        return statistics.median(self._times(run, max(3, min(9, int(self.budget * 1e3 / first)))))
+        first = self._times(run, before, 1)[0]
+        return statistics.median(self._times(run, before, max(3, min(9, int(self.budget * 1e3 / first)))))
 
-    def _times(self, run, count: int) -> list[float]:
+    def _times(self, run, before, count: int) -> list[float]:
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         torch.cuda._sleep(1_000_000 + 500_000 * count)
         for start, stop in marks:
+            before()
             self.flush.zero_()
             start.record()
             run()

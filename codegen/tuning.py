@@ -25,7 +25,7 @@ from .load import cache_dir, load
 from .packing import packed_axes
 from .plan import Plan, make_plan, overridden
 from .render import render
-from .timing import Clock, Operands, launches, together
+from .timing import Clock, Operands, each, launches
 from .traffic import duration
 
 FEW = 3
@@ -100,9 +100,7 @@ def _measured(spec, problem, gpu, device, direction, say, given) -> dict:
             plan = backward or forward
             needs = given["needs"] if backward is not None else (False,) * len(given["needs"])
             runs = launches(load(render(spec, forward, problem, needs, backward).text), operands, direction)
-            if backward is None:
-                runs = [(plan.kernel, together(runs))]
-            seconds_of = _by_kernel(plan, [(name, clock.median(run) * 1e-6) for name, run in runs])
+            seconds_of = _by_kernel(plan, [(name, us * 1e-6) for name, us in each(runs, clock)])
             for kernel, seconds in seconds_of.items():
                 times[plan.schedule, kernel, offer.get(kernel)] = min(seconds, times.get((plan.schedule, kernel, offer.get(kernel)), float("inf")))
             say(f"flashfx autotune: {direction} of {spec.line} at M={problem.M}, N={problem.N}, {n + 1} of {len(offers)}: {plan.schedule} "

@@ -16,7 +16,7 @@ from ..program import Program, local, pointer, stride
 from ..ranges import bounds
 from ..writer import Kernel, Writer
 
-ROWS = 32
+ROWS = 16
 """Rows of a block evaluated at a time."""
 SHARE = 2 * FINE * BLOCK
 """A number above that of a block's elements: two counts in one."""

@@ -13,7 +13,7 @@ from ..codegen.limits import shared_bytes
 from ..codegen.load import load
 from ..codegen.plan import make_plan, overridden
 from ..codegen.render import render
-from ..codegen.timing import Clock, Operands, launches
+from ..codegen.timing import Clock, Operands, each, launches
 from ..region import Problem
 from ..spec import AttentionSpec
 from .sweep import spec_of
@@ -92,7 +92,7 @@ def middle(gpu: GPU, clock: Clock | None, problem: Problem) -> list[Line]:
         measured = None
         if clock is not None:
             runs = launches(load(render(spec, plan, problem, NOTHING).text), Operands(spec, problem, clock.device), "forward")
-            measured = sum(clock.median(run) for _, run in runs) / 1e3
+            measured = sum(us for _, us in each(runs, clock)) / 1e3
         found.append(Line(f"{block} x {block}", _products(spec, problem, [plan]) / 1e9, cost.moved(spec, problem, plan) / 1e9, cost.seconds(spec, problem, plan) * 1e3, measured))
     return found
 

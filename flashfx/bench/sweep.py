@@ -20,7 +20,7 @@ from ..codegen.load import load
 from ..codegen.plan import make_plan, overridden
 from ..codegen.render import render
 from ..codegen.schedules import hopper_memory
-from ..codegen.timing import Clock, Operands, launches, together
+from ..codegen.timing import Clock, Operands, each, launches, together
 from ..region import Problem
 from ..spec import AttentionSpec
 
@@ -196,10 +196,10 @@ def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
     if job.direction == "forward":
         return {f"{job.schedule} {'forward' if job.parts == 1 else 'split'} {name_of(tiles['forward'])}": clock.median(together(kept))}
     found = {}
-    for name, run in kept:
+    for name, us in each(kept, clock):
         kernel = ROLES[job.schedule].get(name, "dense")
         own = tiles.get({"one_pass": "keys"}.get(kernel, kernel))
-        found[f"{job.schedule} {kernel}" + (f" {name_of(own)}" if own else "")] = clock.median(run)
+        found[f"{job.schedule} {kernel}" + (f" {name_of(own)}" if own else "")] = us
     return found
 
 

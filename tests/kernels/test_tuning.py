@@ -52,29 +52,32 @@ def test_tuning_is_done_once(tmp_path):
     assert again.returncode == 0 and "autotune" not in again.stderr, again.stderr
 
 
-def test_forward_is_measured_whole(monkeypatch):
-    """The uneven Hopper forward takes tiles by a counter that the kernel before it resets: alone, it would find none left."""
+@pytest.mark.parametrize("direction, names", [("forward", ["attention_reset", "attention_forward"]), ("backward", ["attention_delta", "attention_backward_keys", "attention_backward_rows"])])
+def test_a_kernel_is_measured_behind_those_before_it(monkeypatch, direction, names):
+    """Hopper's kernels take tiles by a counter that the kernel before them resets: alone, they would find none left."""
     log, timed = [], []
 
     class Clock:
         def __init__(self, device):
             pass
 
-        def median(self, run):
+        def median(self, run, before):
             del log[:]
+            before()
+            at = len(log)
             run()
-            timed.append([*log])
+            timed.append((log[:at], log[at:]))
             return 5.0
 
     monkeypatch.setattr(tuning, "Clock", Clock)
     monkeypatch.setattr(tuning, "Operands", lambda *a: None)
     monkeypatch.setattr(tuning, "load", lambda text: None)
-    monkeypatch.setattr(tuning, "launches", lambda *a: [(name, lambda name=name: log.append(name)) for name in ("attention_reset", "attention_forward")])
-    given = dict(descriptors=True, listed=False, needs=(False,) * 3, tiled=())
-    found = tuning._measured(spec(CORE["causal"]), problem("self", 64, "bfloat16", M=2048), BY_NAME["H100"], torch.device("cpu"), "forward",
+    monkeypatch.setattr(tuning, "launches", lambda *a: [(name, lambda name=name: log.append(name)) for name in names])
+    given = dict(descriptors=True, listed=False, needs=(direction == "backward",) * 3, tiled=())
+    found = tuning._measured(spec(CORE["causal"]), problem("self", 64, "bfloat16", M=2048), BY_NAME["H100"], torch.device("cpu"), direction,
                              lambda text: None, given)
     assert found["schedule"] in ("hopper", "triton") and len(timed) > 2
-    assert all(names == ["attention_reset", "attention_forward"] for names in timed)
+    assert all(before + own == names[:len(before) + 1] for before, own in timed)
 
 
 def test_the_fastest_kernels_together():
