@@ -289,7 +289,7 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
         older=matrix if gpu.is_hopper and not scalar and rows < 64 else 0.0, pieces=matrix * known.pieces, slim=matrix if inner < 64 else 0.0,
         shared=matrix if by_keys and known.share > 1 else 0.0, element=element, broad=element if inner > 64 else 0.0,
         function=element * known.functions, step=element * (known.steps + near * known.places), random=element * known.random, load=element * loads,
-        partial=element * partial / max(visible, 1), launch=1.0), visible, outer, tail)
+        partial=element * partial / max(visible, 1), cold=min(work.once, gpu.l2) / gpu.bandwidth, launch=1.0), visible, outer, tail)
 
 
 MANY = 3

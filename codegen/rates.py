@@ -30,6 +30,7 @@ class Rate(NamedTuple):
     nested    the same, in a loop over the queries that share keys
     turn      seconds from a program's last tile to the next one's first
     restart   seconds of a further loop of a program
+    cold      what device memory must deliver once, as much of it as the L2 cache holds: while all programs begin nothing hides it
     launch    seconds of a launch
     """
 
@@ -56,10 +57,11 @@ class Rate(NamedTuple):
     nested: float = 0.0
     turn: float = 0.0
     restart: float = 0.0
+    cold: float = 0.0
     launch: float = 0.0
 
 
-MATRIX, SPECIAL, TURNS = slice(0, 7), slice(7, 17), slice(17, 23)
+MATRIX, SPECIAL, TURNS = slice(0, 7), slice(7, 17), slice(17, 24)
 """Places of the terms that add up to the time of the matrix units, of what is done to each score, of programs and their tiles."""
 
 BANDWIDTH, CACHE = 0.85, 2.5
@@ -73,11 +75,11 @@ from a tile's last byte to asking for another: what a program of the portable sc
 that read the same keys beside each other, as of grouped queries, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.957, pieces=0.0138, slim=0.36, element=0.787, function=0.826, step=0.231, random=1.22, load=0.433, pressure=9.28, partial=1.1, tile=1.82e-07, turn=5.01e-07, restart=6.84e-07, launch=1.18e-05),  # 259 measurements
-    ('hopper', 'one_pass'): Rate(matrix=0.832, pieces=0.738, element=2.56, function=0.598, random=0.527, load=0.873, pressure=3.51, partial=0.283, shallow=4.12e-07, nested=6.61e-07, turn=6e-06, launch=1.63e-06),  # 61 measurements
-    ('triton', 'forward'): Rate(matrix=1.46, scalar=6.1, split=1.89, pieces=0.392, slim=0.201, element=0.903, solo=0.345, function=0.723, step=0.111, random=1.71, load=0.618, pressure=0.31, partial=0.686, shallow=1.78e-07, narrow=1.3e-07, turn=2.86e-06, launch=7.25e-06),  # 395 measurements
-    ('triton', 'keys'): Rate(matrix=1.26, scalar=11, older=2.52, split=1.58, pieces=0.324, slim=0.265, shared=0.429, element=0.786, wide=0.474, broad=0.0694, solo=1.13, function=0.959, random=4.86, load=3.3, tile=1.72e-07, shallow=4.25e-08, nested=3.01e-07, turn=3.31e-06, restart=8.56e-07, launch=8.99e-06),  # 275 measurements
-    ('triton', 'rows'): Rate(matrix=1.02, scalar=13.5, older=2.49, split=2.7, pieces=0.343, element=0.498, wide=0.189, broad=0.0745, solo=0.769, function=1.09, step=0.0874, random=2.09, load=1.11, partial=0.44, tile=1.32e-07, shallow=2.05e-07, narrow=1.43e-07, turn=3.34e-06, restart=1.91e-07, launch=8.02e-06),  # 297 measurements
+    ('hopper', 'forward'): Rate(matrix=0.887, pieces=0.00569, slim=0.351, element=0.844, broad=0.00441, function=0.495, step=0.228, random=1.16, load=0.288, pressure=9.47, partial=1.57, tile=1.91e-07, restart=2.62e-07, cold=0.813, launch=8.57e-06),  # 263 measurements
+    ('hopper', 'one_pass'): Rate(matrix=0.525, pieces=0.773, element=2.78, function=0.651, step=0.00307, random=1.51, load=1.28, pressure=4.95, shallow=5.12e-07, nested=1.1e-07, turn=1.72e-06, restart=4.28e-07, cold=1.04),  # 63 measurements
+    ('triton', 'forward'): Rate(matrix=1.43, scalar=6.07, split=1.94, pieces=0.354, slim=0.16, element=0.95, solo=0.383, function=0.555, step=0.107, random=1.64, load=0.586, pressure=0.283, partial=0.616, shallow=1.73e-07, narrow=1.35e-07, turn=2.41e-06, cold=0.594, launch=4.36e-06),  # 391 measurements
+    ('triton', 'keys'): Rate(matrix=1.24, scalar=11, older=2.57, split=1.61, pieces=0.307, slim=0.249, shared=0.447, element=0.779, wide=0.485, broad=0.0974, solo=1.19, function=1.43, random=4.84, load=3.24, tile=1.81e-07, shallow=3.77e-08, nested=3.15e-07, turn=2.63e-06, restart=8.42e-07, cold=1.18),  # 279 measurements
+    ('triton', 'rows'): Rate(matrix=0.965, scalar=13.5, older=2.59, split=2.76, pieces=0.301, element=0.524, wide=0.176, broad=0.174, solo=0.773, function=1.17, step=0.0684, random=2, load=1.05, partial=0.587, tile=1.63e-07, shallow=2.12e-07, narrow=1.2e-07, turn=2.42e-06, cold=1.25, launch=3.17e-07),  # 292 measurements
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 20 measurements
 }
 """(schedule, kernel) -> Rate."""

@@ -225,14 +225,28 @@ def is_simple(spec: AttentionSpec) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_heavy(spec: AttentionSpec, kernel: str, head: int) -> bool:
-    """Does a score need registers of its own: functions, addresses of loads across rows, and in backward dropout's random bits
-    and a mask that loads by row? Addresses into a table that ends are for few tiles; heads up to 64 leave room for them."""
-    raw = peel(spec.score)[0]
-    functions = any(isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables for x in walk(raw))
+def is_heavy(spec: AttentionSpec, head: int) -> bool:
+    """Does a score of backward need registers of its own: functions, addresses of loads across rows, dropout's random bits, a mask that loads by row?
+    Addresses into a table that ends are for few tiles; heads up to 64 leave room for them."""
     by_row = any(load.variables & {"i", "j"} == {"i"} for load in spec.visible.loads)
-    across = any({"i", "j"} <= load.variables and load.index[-1] != Var("j") and not (head <= 64 and ends(load)) for load in spec.loads)
-    return functions or across or kernel == "keys" and (by_row or spec.dropout > 0)
+    return bool(_functions(spec)) or _gathers(spec, head) or by_row or spec.dropout > 0
+
+
+def _functions(spec: AttentionSpec) -> set[str]:
+    """The kinds ("mufu", "div") of functions that are evaluated for each element."""
+    return {x.row.cost for x in walk(peel(spec.score)[0]) if isinstance(x, Call) and x.row.cost in ("mufu", "div") and "j" in x.variables}
+
+
+def _gathers(spec: AttentionSpec, head: int) -> bool:
+    return any({"i", "j"} <= load.variables and load.index[-1] != Var("j") and not (head <= 64 and ends(load)) for load in spec.loads)
+
+
+@functools.lru_cache(maxsize=1024)
+def score_tiles(spec: AttentionSpec, head: int) -> float:
+    """Beside the score itself, how many tiles of registers a forward needs to compute it. A function alone needs none: it is evaluated in place, a few
+    elements at a time. Beside a mask that the data decide, and for divisions, something of it stays."""
+    found = _functions(spec)
+    return 1.5 if _gathers(spec, head) else 0.75 if "div" in found or found and spec.visible.loads else 0.0
 
 
 def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:
@@ -246,11 +260,11 @@ def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, determinis
     return None
 
 
-def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, heavy: bool) -> float:
-    """Accumulators, scores and weights of a consumer, in 32-bit registers of each thread. heavy: the score needs a tile of its own."""
+def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, beside: float) -> float:
+    """Accumulators, scores and weights of a consumer, in 32-bit registers of each thread. beside: as `score_tiles`."""
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
-        return (dv + n + n / 2 + 1.5 * n * heavy) / 2
+        return (dv + n + n / 2 + beside * n) / 2
     return (n * (d + dv) + 2.5 * m * n) / 256  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
 
 

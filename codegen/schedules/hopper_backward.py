@@ -330,7 +330,7 @@ def degree(e: Expr, x: Expr) -> int:
 def in_registers(site: Site) -> str:
     """Which of a half's k and v the registers of its warpgroup have room for: each spares the loop a tenth of its reads of shared memory, which
     are as many as it can deliver (both: 4 % of the time)."""
-    return "kv" if is_simple(site.spec) else "" if is_heavy(site.spec, "keys", max(site.D, site.Dv)) else "v"
+    return "kv" if is_simple(site.spec) else "" if is_heavy(site.spec, max(site.D, site.Dv)) else "v"
 
 
 def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:

@@ -44,11 +44,15 @@ def key_tiles(site: Site) -> int:
     return 2 if is_split(site) else 1
 
 
+def _starts_long(site: Site) -> bool:
+    """Are the first keys seen by most rows, as under causal masks?"""
+    return Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M")
+
+
 def goes_together(site: Site) -> bool:
-    """Is any order of tiles right, and does it matter: are the first keys seen by most rows (causal masks), which then start first
-    (`order.long_first`), or do batch indices share captured tiles?"""
-    long = Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M")
-    return not site.ordered and not site.listed and (long or shares(site.spec, site.tiled, site.axes_of("k", "v")))
+    """Is any order of tiles right, and does it matter? Tiles that most rows see start first (`order.long_first`), those of batch indices that share
+    captured tiles beside each other."""
+    return not site.ordered and not site.listed and (_starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
 
 
 def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
@@ -56,7 +60,7 @@ def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
     function = Partition("locate_keys", "A tile of keys by number: batch index and first key.")
     out = function.body
     if goes_together(site):
-        out.assign("group", "number // (together * tiles)", "of batch indices whose first tiles start first")
+        out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps" if _starts_long(site) else "")
         beside(site, out, mine, "y", "group * together + number % together", count(mine))
         out.assign("tile", "number // together % tiles")
     else:

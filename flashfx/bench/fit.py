@@ -78,7 +78,7 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     packed = is_packed(point, schedule, kernel)
     if schedule == "hopper":
         name = {"one_pass": "keys"}.get(kernel, kernel)
-        programs, registers = 1, hopper.registers_per_thread(name, p, m, n, hopper.is_heavy(spec, name, max(p.D, p.Dv)))
+        programs, registers = 1, hopper.registers_per_thread(name, p, m, n, hopper.score_tiles(spec, max(p.D, p.Dv)))
     else:
         registers = registers_per_thread(kernel, tiles, p, spec)
         programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu, packed=packed), registers)

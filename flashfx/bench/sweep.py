@@ -33,7 +33,7 @@ VARIANTS = {
     "bias": (("bias: float[4]",), "qk * 0.125 + bias[b, h, i, j]", "", "", (False,)),
     "trained": (("bias: float[3]",), "qk * 0.125 + bias[h, i, j]", "", "", (True,)),
     "dropout": ((), "qk * 0.125", "j <= i", "0.1", ()),
-    "softcap": ((), "tanh(qk * 0.125 / 30.0) * 30.0", "j <= i", "", ()),
+    "softcap": ((), "tanh(qk * 0.00416) * 30.0", "j <= i", "", ()),
     "alibi": (("slope: float[1]",), "qk * 0.125 + slope[h] * to_float(j - i)", "j <= i", "", (False,)),
 }
 
