@@ -79,7 +79,8 @@ def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, giv
     why = planning.why_not_hopper(spec, problem, gpu, direction, given.get("descriptors") is not False, given["listed"], given.get("needs"))
     if why is None:
         kernel = "forward" if direction == "forward" else "keys"
-        tiled = make_plan(spec, problem, gpu, direction, **given).tiled
+        with overridden(schedule="hopper"):  # the plan that the model prefers may read none by TMA
+            tiled = make_plan(spec, problem, gpu, direction, **given).tiled
         found += [{"schedule": "hopper", kernel: t} for t in few("hopper", kernel, tiled=tiled)]
     kernels = ("forward",) if direction == "forward" else ("keys", "rows")
     packed = not given["listed"] and bool(packed_axes(spec, problem))

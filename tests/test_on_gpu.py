@@ -125,3 +125,28 @@ def test_a_kernel_fused_with_what_follows_the_op():
     expected = sinks(*exact)
     for a, b in zip((out, *torch.autograd.grad(out.square().sum(), leaves)), (expected, *torch.autograd.grad(expected.square().sum(), exact))):
         assert float((a.double() - b).norm() / b.norm()) < 0.02
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["triton", "hopper"])
+def test_what_is_timed_does_its_work(schedule, direction):
+    """Time after time: kernels that count what they take find all of it left (`timing.each`), and none is faster than the card's matrix units."""
+    from flashfx.codegen import gpu, timing
+    from flashfx.codegen.load import load
+    from flashfx.codegen.plan import make_plan, overridden
+    from flashfx.codegen.render import render
+    from flashfx.region import Problem
+    from flashfx.spec import AttentionSpec
+    spec = AttentionSpec.parse("attention[b, h, i, j]\n qk = q[b, h, i] . k[b, h, j]\n score = qk * 0.125\n where j <= i\n empty nan\n"
+                               " out = softmax_j(score) . v[b, h, j]")
+    problem, card = Problem((2, 16), 2048, 2048, 64, 64, "bfloat16", "bfloat16"), gpu.current(torch.device("cuda"))
+    with overridden(schedule=schedule):
+        plans = [make_plan(spec, problem, card, d) for d in ("forward", "backward")]
+    if {p.schedule for p in plans} != {schedule}:
+        pytest.skip(f"{schedule} does not run on {card.name}")
+    module = load(render(spec, plans[0], problem, (True,) * 3, plans[1]).text)
+    kept = timing.launches(module, timing.Operands(spec, problem, torch.device("cuda")), direction)
+    products = {"forward": 4, "backward": 10}[direction] * 2 * 16 * 2048 * 2049 / 2 * 64
+    for _ in range(2):
+        microseconds = sum(us for _, us in timing.each(kept, timing.Clock(torch.device("cuda"))))
+        assert microseconds * 1e-6 > products / card.matrix_rate

@@ -13,6 +13,7 @@ import torch
 from flashfx.codegen import plan, tuning
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan
+from flashfx.codegen.schedules import hopper_memory
 
 from .cases import CORE, problem, spec
 
@@ -22,6 +23,7 @@ import torch
 from flashfx.codegen import launch, plan, tuning
 from flashfx.codegen.gpu import DEFAULT
 from flashfx.codegen.plan import make_plan
+from flashfx.codegen.schedules import hopper_memory
 from flashfx.codegen.selfcheck import inputs
 from flashfx.reference import reference
 from tests.kernels.cases import CORE, problem, spec
@@ -96,3 +98,12 @@ def test_a_pin_overrules_the_model(monkeypatch):
     assert "pinned" not in make_plan(s, p, BY_NAME["H200"], "backward").reason
     with pytest.raises(ValueError, match="unknown kernels"):
         tuning.pin(s, "forward", "hopper", fwd=(128, 64, 8, 2))
+
+
+def test_what_is_offered_fits_with_the_captured_tiles():
+    """Also where the model prefers the portable schedule, whose plan reads none."""
+    s, given, card = spec(CORE["bias"]), dict(descriptors=True, listed=False, needs=(False,) * 4, tiled=("bias",)), BY_NAME["H200"]
+    p = problem("self", 128, "bfloat16", M=128)
+    assert make_plan(s, p, card, "forward", descriptors=True, tiled=("bias",)).schedule == "triton"
+    found = [offer["forward"] for offer in tuning._offers(s, p, card, "forward", given) if offer["schedule"] == "hopper"]
+    assert found and all(hopper_memory.shared_bytes("forward", s, p, *t[:2], t[3], ("bias",)) <= card.shared_per_block for t in found)
