@@ -92,7 +92,7 @@ def generated(asked: Asked) -> list[Tiles]:
         if kernel == "keys":  # its kernel is written for these
             return [(64, 128, 12 if head <= 64 else 8, stages) for stages in (2, 1)]
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
-                if not (m == 192 and (head > 64 or not hopper.is_simple(spec) or listed and BLOCK % m))]
+                if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
     outer = problem.N if kernel == "keys" else problem.M * asked.known.group  # rows of the first product: what a program holds

@@ -217,11 +217,23 @@ def padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-@functools.lru_cache(maxsize=1024)
 def is_simple(spec: AttentionSpec) -> bool:
-    """Is the score q . k times a constant, without dropout, under a mask of comparisons? Then three warpgroups have registers enough."""
+    """Is the score q . k times a constant, without dropout, under a mask of comparisons?"""
+    return peel(spec.score)[0] == QK and takes_three(spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def takes_three(spec: AttentionSpec) -> bool:
+    """Have three warpgroups of a forward registers enough? They do without dropout, under a mask of comparisons, where the score is q . k or a function
+    of it alone that names it once: it takes the place of q . k element by element."""
     divides = any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
-    return peel(spec.score)[0] == QK and not spec.dropout and not spec.visible.loads and not divides
+    return _in_place(peel(spec.score)[0]) and not spec.dropout and not spec.visible.loads and not divides
+
+
+def _in_place(e: Expr) -> bool:
+    """Is it q . k, or a function of it and of constants that names it once?"""
+    rest = [a for a in e.args if not isinstance(a, Const)] if isinstance(e, Call) else []
+    return e == QK or len(rest) == 1 and _in_place(rest[0])
 
 
 @functools.lru_cache(maxsize=1024)

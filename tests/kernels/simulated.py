@@ -71,6 +71,17 @@ def test_rest_of_lists(variant, head):
     check(variant, "self", "bfloat16", head, 300, listed=True)
 
 
+@pytest.mark.parametrize("variant, kind, head", [("softcap", "self", 64), ("causal", "gqa", 40)])
+def test_rest_of_three_warpgroups(variant, kind, head):
+    with overridden(forward=(192, 128, 12, 2), schedule="hopper"):
+        check(variant, kind, "bfloat16", head, 300)
+
+
+def test_rest_of_tiles_that_batches_share():
+    """Of five sequences and three heads: each batch index once, in an order of its own."""
+    check("shared_bias", "self", "bfloat16", 64, 160, shape={"batch": 5, "heads": 3})
+
+
 @pytest.mark.parametrize("head, value_head", [(192, 128), (64, 128), (96, 40)])
 def test_rest_of_value_heads(head, value_head):
     check("causal", "gqa", "bfloat16", head, 200, shape={"Dv": value_head})

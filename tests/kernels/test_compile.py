@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from flashfx.codegen.plan import overridden
+from flashfx.codegen.schedules import hopper
 from flashfx.compat import interpreting
 from flashfx.region import Problem
 
@@ -86,6 +87,15 @@ def test_the_hopper_backward_hardly_spills(head, variant, kind):
     report, plan = next((report, plan) for report, plan in found if report.kernel == "attention_backward_keys")
     assert plan.schedule == "hopper" and report.shared <= plan.shared and not report.serialised, report
     assert report.spilled <= (SPILLED.get((variant, kind), 0) if head == 128 else 0), report
+
+
+@pytest.mark.parametrize("head, variant, kind", [(64, "softcap", "self"), (64, "softcap", "gqa"), (40, "softcap", "self"), (64, "causal", "gqa"), (32, "window", "self"), (56, "band", "gqa")])
+def test_three_warpgroups_build_without_spilling(head, variant, kind):
+    s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
+    assert hopper.takes_three(s)
+    with overridden(schedule="hopper", forward=(192, 128, 12, 2)):
+        (report, plan), *_ = compile_all(s, p, BY_ARCH["sm_90"], (False,) * 3)
+    assert plan.schedule == "hopper" and report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
 @pytest.mark.parametrize("head, variant, kind", [(128, "causal", "self"), (128, "window", "gqa"), (64, "full", "self"), (64, "causal", "gqa"), (80, "bias", "self")])

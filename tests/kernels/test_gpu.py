@@ -113,6 +113,13 @@ def test_value_heads_of_another_size_warp_specialised(head, value_head, variant,
 
 
 @HOPPER
+@pytest.mark.parametrize("variant, kind, head, length", [("full", "self", 64, 1000), ("causal", "gqa", 40, 1024), ("window", "self", 32, 321), ("softcap", "self", 64, 1000), ("softcap", "gqa", 64, 257)])
+def test_three_warpgroups(variant, kind, head, length):
+    with overridden(schedule="hopper", forward=(192, 128, 12, 2)):
+        run(spec(CORE[variant], kind), problem(kind, head, "bfloat16", M=length), "cuda").within_budget()
+
+
+@HOPPER
 @pytest.mark.parametrize("head, length, kind", [(64, 321, "self"), (128, 256, "gqa")])
 def test_both_schedules_drop_the_same_weights(head, length, kind):
     """Values that pick one key each make the output the weights themselves: those dropped are exactly 0."""
