@@ -94,7 +94,7 @@ def test_three_warpgroups_build_without_spilling(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     assert hopper.takes_three(s)
     with overridden(schedule="hopper", forward=(192, 128, 12, 2)):
-        (report, plan), *_ = compile_all(s, p, BY_ARCH["sm_90"], (False,) * 3)
+        report, plan = next(found for found in compile_all(s, p, BY_ARCH["sm_90"], (False,) * 3) if found[0].kernel == "attention_forward")
     assert plan.schedule == "hopper" and report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
