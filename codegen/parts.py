@@ -12,7 +12,7 @@ from . import captured
 from .factors import by_vectors, gathered, peel
 from .philox import HALF_BITS, ROUNDS
 from .program import local, pointer, stride
-from .ranges import Bounds, bounds, never_empty
+from .ranges import Bounds, bounds, never_empty, not_behind
 from .writer import Writer
 
 LOG2E = 1.4426950408889634
@@ -88,6 +88,11 @@ class Site:
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
     parts: str = ""              # into how many parts the host splits the keys of a tile of rows; "" if one program reads them all
+
+    @cached_property
+    def hides_beyond(self) -> bool:
+        """Does no tile reach beyond the last key, or the mask hide what lies there? It does where no row sees a key behind its own and M <= N."""
+        return self.whole or self.wide and not self.averages and not_behind(self.by_rows.hi)
 
     @property
     def loads(self) -> list[Load]:

@@ -173,6 +173,13 @@ def never_empty(visible: Expr, wide: bool = False) -> bool:
     return own or proves(substitute(visible, {Var("j"): Const(0)}))
 
 
+def not_behind(hi: Expr) -> bool:
+    """Does the range of keys that a tile of rows sees surely end with the last row's own key?"""
+    if isinstance(hi, Call) and hi.op == "minimum":
+        return any(map(not_behind, hi.args))
+    return hi == call("add", Var("i1"), Const(1))
+
+
 # ------------------------------------------------------------------------------------------------------- the solver
 
 def _intersect(a: Interval, b: Interval) -> Interval:

@@ -93,7 +93,7 @@ def _locate(site: Site) -> tuple[Partition, list[str], str]:
     if site.listed:
         return function, ["z", *(local(a) for a in axes), "i0"], "t < partial_tiles"
     program = Program(spec, out.section(), inner="j")
-    partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.whole, site.can_be_empty)
+    partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.hides_beyond, site.can_be_empty)
     out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
     extra = [name for name in ("full_start", "full_stop") if name in partial]
     return function, ["z", *(local(a) for a in axes), "i0", "start", *extra, "count"], partial
@@ -296,7 +296,7 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
     """From the products qk: score, mask, running maximum and sum; weights p before dropout."""
     spec = site.spec
     c2 = site.factor * LOG2E
-    beyond = bool(partial) and not site.whole
+    beyond = bool(partial) and not site.hides_beyond
     visible = spec.visible if spec.is_masked else None
     raw = warpgroup_score(site, program, out, ("i0", ROWS), ("j0", "BLOCK_N"))
     if raw != "raw":
