@@ -59,11 +59,14 @@ def _factors(e: Expr) -> tuple[int, int] | None:
 @dataclass(frozen=True)
 class Line:
     """Of a load at j - i + offset in one dim and at nothing of i and j in the others: which dim, and where positions end if they are clamped.
-    All j - i + offset <= first are read at `first`, all >= last at `last`, and first <= last. place: j - i + offset as the spec has it."""
+    All j - i + offset <= first are read at `first`, all >= last at `last`, and first <= last. place: j - i + offset as the spec has it;
+    lowest, highest: of those that occur."""
 
     dim: int
     place: Expr
     offset: Expr
+    lowest: Expr | None = None
+    highest: Expr | None = None
     first: Expr | None = None
     last: Expr | None = None
 
@@ -84,8 +87,8 @@ def line_of(load: Load) -> Line | None:
         return None
     last = {"i": call("sub", Var("M"), 1), "j": call("sub", Var("N"), 1)}
     corner = lambda *zero: unlinear(*linear(substitute(place, {Var(x): Const(0) if x in zero else last[x] for x in "ij"})))
-    ends = (clamped(corner("j")), clamped(corner("i"))) if clamped else ()
-    return Line(dims[0], place, corner("i", "j"), *ends)
+    found = corner("j"), corner("i")
+    return Line(dims[0], place, corner("i", "j"), *found, *(map(clamped, found) if clamped else ()))
 
 
 def ends(load: Load) -> bool:

@@ -118,7 +118,21 @@ def kept_mask(bits, THRESHOLD: gl.constexpr):
     text: gl.constexpr = """{{ .reg .b32 m; .reg .pred a, b; abs.f16x2 m, $2; setp.geu.f16x2 a|b, m, $4;
         selp.b32 $0, 1, 0, a; selp.b32 $1, 1, 0, b; }}"""
     limit = gl.full_like(bits, THRESHOLD * 65537)
-    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r,r", [bits, limit], gl.int32, is_pure=True, pack=2) != 0'''
+    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r,r", [bits, limit], gl.int32, is_pure=True, pack=2) != 0
+
+
+@gluon.jit
+def marked_by_keep(x, bits, THRESHOLD: gl.constexpr):
+    """x with 1 in its lowest bit where dropout keeps the weight, else 0; compared as in `kept`."""
+    text: gl.constexpr = """{{ .reg .b32 m, c, d; .reg .pred a, b; abs.f16x2 m, $4; setp.geu.f16x2 a|b, m, $6;
+        selp.b32 c, 1, 0, a; selp.b32 d, 1, 0, b; lop3.b32 $0, $2, -2, c, 0xEA; lop3.b32 $1, $3, -2, d, 0xEA; }}"""
+    limit = gl.full_like(bits, THRESHOLD * 65537)
+    return gl.inline_asm_elementwise(text, "=&f,=&f,f,f,r,r,r,r", [x, bits, limit], gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def is_marked(x):
+    return (x.to(gl.int32, bitcast=True) & 1) != 0'''
 
 
 def in_gluon(text: str) -> str:

@@ -77,31 +77,42 @@ def _beyond(site: Site, program: Program, out: Writer) -> None:
 
 # ------------------------------------------------------------------------------------------------ where registers run out
 
-def tight_score(site: Site, program: Program, out: Writer, height: str | int, width: str) -> str:
-    """The same in the Hopper backward, of a tile of height x width that `classify` has looked at: nothing is kept for the tiles between the ends, whose
-    table is read in halves, each added as soon as it is there."""
+def tight_score(site: Site, program: Program, out: Writer, height: str | int, width: str, halves: bool) -> str:
+    """The same in the Hopper backward, of a tile of height x width that `classify` has looked at: nothing is kept for the tiles between the ends.
+    halves: is a table without ends read by halves too?"""
     if not ended(site):
-        return program.tile(site.raw)
+        tables = [load for load in site.raw.loads if line_of(load)] if halves else []
+        if len(tables) != 1 or not read_by_halves(site, program, out, tables, height, width):
+            return program.tile(site.raw)
+        program.body.names[site.raw] = "raw"
+        return "raw"
     _beyond(site, program, out)
     with program.branch(), out.block("else:"):
-        parts = _apart(site.raw, ended(site))
-        if parts is None:
+        if not read_by_halves(site, program, out, ended(site), height, width):
             out.assign("raw", program.tile(site.raw))
-        else:
-            rest, load, added = parts
-            line, own = line_of(load), program.here(out)
-            out.assign("raw", program.tile(rest))
-            place = f"tl.minimum(tl.maximum({own.value(line.place)}, {own.value(line.first)}), {own.value(line.last)})"
-            halves = f".reshape([{height}, 2, {width} // 2]).permute((0, 2, 1))"
-            out.assign("place", _address(own, load, line, place))
-            out.assign("place_0, place_1", f"tl.split(place{halves})")
-            out.assign("raw_0, raw_1", f"tl.split(raw{halves})")
-            for half in range(2):
-                own.body.names[load] = f"tl.load(place_{half}).to(tl.float32)"
-                out.assign(f"raw_{half}", f"raw_{half} + {own.value(added)}")
-            out.assign("raw", f"gl.convert_layout(tl.join(raw_0, raw_1).permute((0, 2, 1)).reshape([{height}, {width}]), scores)")
     program.body.names[site.raw] = "raw"
     return "raw"
+
+
+def read_by_halves(site: Site, program: Program, out: Writer, tables: list[Load], height: str | int, width: str) -> bool:
+    """Assign the raw scores, a table read in two halves of a tile, each added as soon as it is there; if they are a sum with a table."""
+    parts = _apart(site.raw, tables)
+    if parts is None:
+        return False
+    rest, load, added = parts
+    line, own = line_of(load), program.here(out)
+    out.assign("raw", program.tile(rest))
+    ends_at = (line.lowest, line.highest) if line.first is None else (line.first, line.last)
+    place = f"tl.minimum(tl.maximum({own.value(line.place)}, {own.value(ends_at[0])}), {own.value(ends_at[1])})"
+    halves = f".reshape([{height}, 2, {width} // 2]).permute((0, 2, 1))"
+    out.assign("place", _address(own, load, line, place))
+    out.assign("place_0, place_1", f"tl.split(place{halves})")
+    out.assign("raw_0, raw_1", f"tl.split(raw{halves})")
+    for half in range(2):
+        own.body.names[load] = f"tl.load(place_{half}).to(tl.float32)"
+        out.assign(f"raw_{half}", f"raw_{half} + {own.value(added)}")
+    out.assign("raw", f"gl.convert_layout(tl.join(raw_0, raw_1).permute((0, 2, 1)).reshape([{height}, {width}]), scores)")
+    return True
 
 
 def _apart(raw: Expr, loads: list[Load]) -> tuple[Expr, Load, Expr] | None:

@@ -184,13 +184,19 @@ def segments(found: Bounds, program: Program, out: Writer, x: str, block: str, s
     return " | ".join(conditions) if found.has_full else "True"
 
 
+def list_arguments(site: Site, x: str) -> dict[str, str]:
+    """Arguments that the host works out: how many lists a batch index has, and how long they are."""
+    own, length, wide = ("M", "N", BLOCK) if x == "j" else ("N", "M", FINE)
+    return {"lists": f"triton.cdiv({own}, {BLOCK})", "list_length": f"triton.cdiv({length}, {wide}) + 2"} if site.listed else {}
+
+
 def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
     """`segments` for a mask with a run-time summary (`flashfx.codegen.blocks`): assign the list `blocks`, count and partial_tiles; those
     cut by the mask come first. override: a condition under which every tile is visited."""
     own, lists, length, size, block, wide = ("i", "RowBlocks", "M", "N", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "N", "M", "BLOCK_M", FINE)
     axes = site.spec.mask().axes
-    row = f"({flatten(axes)}) * tl.cdiv({length}, {BLOCK}) + {own}0 // {BLOCK}" if axes else f"{own}0 // {BLOCK}"
-    out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * (tl.cdiv({size}, {wide}) + 2)", "numbers of blocks cut by the mask and fully visible, then the blocks")
+    row = f"({flatten(axes)}) * lists + {own}0 // {BLOCK}" if axes else f"{own}0 // {BLOCK}"
+    out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * list_length", "numbers of blocks cut by the mask and fully visible, then the blocks")
     out.assign("partial_tiles", f"tl.load(blocks) * ({wide} // {block})")
     out.assign("count", f"partial_tiles + tl.load(blocks + 1) * ({wide} // {block})")
     out.assign("partial_tiles", "tl.where(count == 0, 1, partial_tiles)")
@@ -207,7 +213,7 @@ def tile_start(site: Site, x: str, t: str, override: str = "") -> str:
     if not site.listed:
         return f"start + {t} * {block}"
     split = f"({wide} // {block})"
-    start = f"tl.load(blocks + 2 + {t} // {split}) * {wide} + {t} % {split} * {block}"
+    start = f"tl.load(blocks + (2 + {t} // {split})) * {wide} + {t} % {split} * {block}"
     return f"tl.where({override}, {t} * {block}, {start})" if override else start
 
 
@@ -215,6 +221,12 @@ def tile_start(site: Site, x: str, t: str, override: str = "") -> str:
 
 def padded(size: int) -> int:
     return -(-size // 16) * 16
+
+
+@functools.lru_cache(maxsize=1024)
+def compares(spec: AttentionSpec) -> bool:
+    """Is the mask made of comparisons, without data and divisions?"""
+    return not spec.visible.loads and not any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
 
 
 def is_simple(spec: AttentionSpec) -> bool:
@@ -226,8 +238,7 @@ def is_simple(spec: AttentionSpec) -> bool:
 def takes_three(spec: AttentionSpec) -> bool:
     """Have three warpgroups of a forward registers enough? They do without dropout, under a mask of comparisons, where the score is q . k or a function
     of it alone that names it once: it takes the place of q . k element by element."""
-    divides = any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
-    return _in_place(peel(spec.score)[0]) and not spec.dropout and not spec.visible.loads and not divides
+    return _in_place(peel(spec.score)[0]) and not spec.dropout and compares(spec)
 
 
 def _in_place(e: Expr) -> bool:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import functools
 
-from ...expr import QK, Const, Expr, Load
-from ...spec import EmptyRow
+from ...expr import QK
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Chunk, Site, count, tiles_name
-from ..philox import kept_scale, threshold
+from ..parts import Chunk, Site, count, tiles_name
+from ..philox import kept_scale
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, scaled
-from .ends import classify, ended, tight_score
+from .ends import classify, ended
 from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserve, tile_view, tma_arguments
-from .hopper_captured import doubles, is_signed, left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
+from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
-from .hopper_keys import each_tile, is_split, is_tight, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
+from .hopper_keys import by_hand, each_tile, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import read_late, reserve_numbers, row_at, slot_of, worked_out
-from .relative import add_ends, beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
-from .hopper_vectors import cut, groups, last_of_tile
-from .hopper_producer import from_ring, load_tiles, reserve_rows, rows_from_rings
+from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
+from .hopper_vectors import last_of_tile
+from .hopper_producer import load_tiles, reserve_rows, rows_from_rings
+from .hopper_score import score_gradient, unknown_zero, weights
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
@@ -45,9 +45,11 @@ def keys_kernel(site: Site) -> Kernel:
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
                              tma_arguments(site, results | {"Taken": "taken", "together": "together"} | worked_out(site), rows)
-                             | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS", ["work"])
+                             | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
+                             ["work", *(["tiles", "lists", "list_length"] if by_hand(site) else [])])
     out = kernel.body
-    out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
+    if not by_hand(site):
+        out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
@@ -75,13 +77,16 @@ def keys_kernel(site: Site) -> Kernel:
     partial = partial_tiles(site)
     call = ", ".join(returns) + " = " + kernel.function(function, ["number"], returns)
     tiles = functools.partial(each_tile, site)
-    producer, by_hand = load_tiles(site, others, halves, HALF, call), site.listed or bool(spec.visible.loads)
-    by_hand = by_hand or bool(ended(site)) if is_split(site) else by_hand and not (tile_loads(site) or spec.dropout)  # beside tiles, products are serialised
+    producer = load_tiles(site, others, halves, HALF, call)
     if is_split(site):
-        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), SPLIT_REGISTERS[by_hand]
+        reads = by_hand(site) or bool(ended(site))
+    else:  # beside tiles, products are serialised
+        reads = by_hand(site) and not (tile_loads(site) or spec.dropout)
+    if is_split(site):
+        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), SPLIT_REGISTERS[reads]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least)])
     else:
-        own, least = REGISTERS[by_hand]
+        own, least = REGISTERS[reads]
         kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least)])
     return kernel
 
@@ -138,6 +143,7 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
     out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
     out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
     out.assign("zeros", "gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)")
+    place = unknown_zero(site, "told") or "0"
     with tiles(out, WARPS):
         out.assign("key0", "j0")
         out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
@@ -158,18 +164,18 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
             for c in site.v_chunks:
                 out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
             _scores_and_dp(site, body, out)
-            _weights(site, body, out, partial)
+            weights(site, body, out, partial, "BLOCK_N", WARPS)
             for c in site.v_chunks:
                 out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
                 out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
             out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-            _score_gradient(site, body, out)
-            out.line(f"{ds_tile(site, '0', 'BLOCK_N')}.store(ds)")
+            score_gradient(site, body, out)
+            out.line(f"{ds_tile(site, place, 'BLOCK_N')}.store(ds)")
             out.line("fence_async_shared()")
             out.line("barrier()")
-            store_ds(site, out, [("j0", "0")])
+            store_ds(site, out, [("j0", place)])
             for c in site.qk_chunks:
-                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
+                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, place, 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
                                                  f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
             out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])", "dQ still runs")
             out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
@@ -193,31 +199,6 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
             _store(site, out, "j0", "kv", "BLOCK_N")
     out.line("tma.store_wait(0)")
     return consumer
-
-
-def _score_gradient(site: Site, body: Body, out: Writer) -> None:
-    """ds, the gradient of the products qk over the factors that are left out, from dP."""
-    spec = site.spec
-    out.assign("delta", from_ring("delta_ring"))
-    scale = kept_scale(spec.dropout)
-    if is_signed(site):
-        within = 1.0 if doubles(site) else 0.5 * scale / left_out(site)  # |x| + x is 2 p: p itself would be kept in registers
-        out.assign("ds", f"(slope + tl.abs(slope)) * {'dp' if within == 1.0 else f'(dp * {within!r})'} - tl.abs(slope) * delta[None, :]")
-    else:
-        if spec.dropout:
-            out.assign("dp", f"tl.where(keep, dp * {scale!r}, 0.0)")
-        out.assign("ds", "slope * (dp - delta[None, :])")
-    rest = scaled(site, QK)[0]
-    if body.program.dims(rest) != {"i", "j"}:  # from shared memory again: a row vector kept since the scores would take registers
-        body.program.forget_rows()
-        rows_from_rings(site, body.program)
-        if rest != Const(1.0):
-            out.assign("ds", body.times(rest, "ds", weight="slope"))
-    if site.averages and spec.empty_row is EmptyRow.MEAN:
-        out.assign("mean", from_ring("mean_ring"))
-        body.replaced(out)
-    add_ends(site, out, "ds")
-    out.assign("ds", f"ds.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
 
 
 def _gradients(site: Site) -> tuple[tuple[str, str, str, Chunk, str], ...]:
@@ -255,76 +236,14 @@ def _store_through_dq(site: Site, out: Writer) -> None:
         out.line("tma.store_wait(0)", "what was stored before has left its place")
         out.line("barrier()")
         for _, operand, tiles, c, value in found:
-            shape = block_shape(site, operand, "BLOCK_N", c)
-            out.assign(f"{name}_tile{c.suffix}", f"dq_tile{c.suffix}._reinterpret({tiles}.dtype, [{shape}], {tiles}.layout)")
+            shape, first = block_shape(site, operand, "BLOCK_N", c), unknown_zero(site, "tile")
+            shape, index = (f"1, {shape}", f".index({first})") if first else (shape, "")
+            out.assign(f"{name}_tile{c.suffix}", f"dq_tile{c.suffix}._reinterpret({tiles}.dtype, [{shape}], {tiles}.layout){index}")
             out.line(f"{name}_tile{c.suffix}.reshape([BLOCK_N, {c.width}]).store({value})")
         out.line("fence_async_shared()")
         out.line("barrier()")
         for _, operand, tiles, c, _ in found:
             out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, 'j0', c)}, {name}_tile{c.suffix})")
-
-
-def _weights(site: Site, body: Body, out: Writer, partial: str, rows: str = "BLOCK_N", warps: int = WARPS) -> None:
-    """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout."""
-    spec, program = site.spec, body.program
-    beyond = [] if site.whole else ["(j < N)[:, None]"]
-    visible = [spec.visible] if spec.is_masked else []
-    wanted = [scaled(site, QK)[0]]
-    raw = tight_score(site, program, out, rows, "BLOCK_M")
-    name = raw if raw.isidentifier() else out.assign("raw", raw)
-
-    def hide(hidden: str, value: str, mean: str) -> None:
-        """Where the mask hides a key, `value` becomes `hidden`; in rows that average v, `mean` where they do."""
-        def inside() -> None:
-            closed, others = groups(spec, "i")
-            if closed and others and not site.averages:
-                with program.branch(), out.block(f"if {' | '.join([*(['(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
-                    out.assign(value, f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
-                out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
-                return
-            seen = [*beyond, *(program.tile(v) for v in visible)]
-            text = f"tl.where({' & '.join(seen)}, {value}, {hidden})" if seen else value
-            if site.averages:
-                over = [*beyond, *([program.tile(spec.empty_over)] if spec.empty_over != Const(True) else [])]
-                average = f"tl.where({' & '.join(over)}, {mean}, {hidden})" if over else mean
-                text = f"tl.where({body.across(from_ring('mean_ring'))} > 0.0, {average}, {text})"
-            out.assign(value, text, "rows that average v" if site.averages else "")
-        if partial == "True":
-            inside()
-        elif partial:
-            with program.branch(), out.block(f"if {partial}:"):
-                inside()
-
-    early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
-    squared = degree(wanted[0], site.raw) <= 2 and site.factor > 1e-6  # then 0 * slope is 0 with a finite score, and no weight needs a second look
-    if early:
-        hide("-1e15" if squared else "float('-inf')", name, "0.0")  # exp2(0 - log2(keys)) = 1 / keys
-        program.body.names[site.raw] = name
-    out.assign("p", f"tl.exp2({name} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))})")
-    if not early:
-        hide("0.0", "p", body.across(from_ring("mean_ring")))
-    late = program.dims(wanted[0]) != {"i", "j"}
-    rest = "p" if late else body.times(wanted[0], "p", early and bool(partial) and not squared)
-    out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
-    if spec.dropout:
-        out.assign("bits", f"random_bits(seed, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores)")
-        if is_signed(site):
-            out.assign("slope", f"signed_by_keep(p, bits, {threshold(spec.dropout)})", "its sign says what dropout keeps")
-            out.assign("p", "tl.maximum(slope, 0.0)")
-        else:
-            out.assign("keep", f"kept_mask(bits, {threshold(spec.dropout)})")
-            out.assign("p", "tl.where(keep, p, 0.0)")
-
-
-def degree(e: Expr, x: Expr) -> int:
-    """As which power of `x` the expression grows; 99 if it is no polynomial of it."""
-    if e == x:
-        return 1
-    below = [degree(a, x) for a in e.args_()] if not isinstance(e, Load) else []
-    if not any(below):
-        return 0
-    op = getattr(e, "op", "")
-    return sum(below) if op == "mul" else max(below) if op in ("add", "sub", "neg") else 99
 
 
 def in_registers(site: Site) -> str:
@@ -367,12 +286,12 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
                 for c in found:
                     out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
             _scores_and_dp(site, body, out, str(HALF), 4)
-            _weights(site, body, out, partial, str(HALF), 4)
+            weights(site, body, out, partial, str(HALF), 4)
             for c in site.v_chunks:
                 out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
                 out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
             out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-            _score_gradient(site, body, out)
+            score_gradient(site, body, out)
             for c in site.qk_chunks:
                 out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                                  f"dk{c.suffix}, is_async=True)")

@@ -15,8 +15,10 @@ from ..writer import Kernel, Writer
 from .ends import ended, warpgroup_score
 from .forward import heavy_last, is_finite
 from .hopper_captured import beside, read_tiles, reserve_tiles, shares, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_vectors import PLACES, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, listed_tiles, position, read_by_tma, reserve, segments, tile_start, tile_view, tiles_name, tma_arguments
+from .hopper_vectors import PLACES, SCALAR, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows
+from .hopper_vectors import reserve_vectors, rows_from_rings, vectors
+from .hopper import ROWS, barriers, block_shape, compares, list_arguments, listed_tiles, position, read_by_tma, reserve, segments, tile_start
+from .hopper import tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
@@ -33,13 +35,25 @@ def is_uneven(site: Site) -> bool:
     return site.listed or not site.by_rows.is_total
 
 
+def is_told(site: Site) -> bool:
+    """Does the warp that copies tell the others where a tile is? Where a mask reads data or divides all would work out much, and what they make of
+    arguments alone the assembler keeps in registers of every partition."""
+    return is_uneven(site) and (site.listed or not compares(site.spec))
+
+
+def told(site: Site, returns: list[str], name: str) -> str:
+    """Where a number that `_locate` returns lies in shared memory."""
+    return f"told_ring.index(q_slot * {len(returns)} + {returns.index(name)})"
+
+
 def forward_kernel(site: Site) -> Kernel:
     """out and log-sum-exp, BLOCK_M = 64 * warpgroups query rows of one batch index at a time."""
     spec, warpgroups = site.spec, site.warpgroups
     kernel = WarpSpecialized("attention_forward", "One program for each multiprocessor: takes tiles of query rows, one after the other.",
-                             tma_arguments(site, {"Taken": "taken"}, {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS})
+                             tma_arguments(site, {"Taken": "taken"} | list_arguments(site, "j"),
+                                           {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS})
                              | tile_arguments(site, ROWS, "BLOCK_N"),
-                             ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD")
+                             ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD", ["lists", "list_length"] if site.listed else [])
     out = kernel.body
     out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
     if spec.dropout:
@@ -54,12 +68,14 @@ def forward_kernel(site: Site) -> Kernel:
     if is_uneven(site):
         out.assign("next_number", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     reserve_vectors(site, out)
+    locate, returns, partial = _locate(site)
+    if is_told(site):
+        out.assign("told_ring", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles * len(returns)}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     barriers(out, site.q_tiles, {"q_full": 2 if is_uneven(site) else 1, "q_empty": warpgroups})
     barriers(out, "STAGES", {"k_full": 1 + by_hand(site), "k_empty": warpgroups, "v_full": 1, "v_empty": warpgroups})
     out.line("fence_async_shared()")
-    locate, returns, partial = _locate(site)
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
-    attend, producer = _attend(site, partial, call), _load_tiles(site, call)
+    attend, producer = _attend(site, partial, call, returns), _load_tiles(site, call, returns)
     registers, few = READING if by_hand(site) and warpgroups == 2 and not spec.dropout else REGISTERS[warpgroups]
     kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
     return kernel
@@ -113,7 +129,7 @@ def _q_phase(site: Site, turn: str = "turn") -> str:
     return f"{turn} & 1" if site.q_tiles == 1 else f"{turn} // {site.q_tiles} & 1"
 
 
-def _load_tiles(site: Site, locate: str) -> Partition:
+def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
     producer = Partition("load_tiles", "One warp: copies query tiles, and K and V tile by tile, as places in their rings become free.")
     out, uneven = producer.body, is_uneven(site)
     width = sum(c.width for c in site.qk_chunks)
@@ -123,12 +139,14 @@ def _load_tiles(site: Site, locate: str) -> Partition:
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
 
-    def announce(beside: dict[str, str]) -> None:
+    def announce(beside: dict[str, str], numbers: list[str]) -> None:
         out.assign("q_slot", _q_slot(site))
         out.line(f"mbarrier.wait(q_empty.index(q_slot), {_q_phase(site)} ^ 1)")
         if uneven:
             for name, value in ({"next_number": "gl.full([1], number, gl.int32, lane)"} | beside).items():
                 out.line(f"{name}.index(q_slot).store({value})")
+            for name in numbers:
+                out.line(f"{told(site, returns, name)}.store(gl.full([1], {name}, gl.int32, lane))")
             out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
 
     with out.block("while number < work:"):
@@ -138,7 +156,7 @@ def _load_tiles(site: Site, locate: str) -> Partition:
         if site.listed:
             listed_tiles(site, out, "j")
         beside, program = read_rows(site, out)
-        announce(beside)
+        announce(beside, returns if is_told(site) else [])
         out.line(f"mbarrier.expect(q_full.index(q_slot), BLOCK_M * {width * 2})")
         for n in range(site.warpgroups):
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
@@ -163,12 +181,12 @@ def _load_tiles(site: Site, locate: str) -> Partition:
         out.assign("number", "following" if uneven else "number + tl.num_programs(0)")
         out.assign("turn", "turn + 1")
     if uneven:
-        announce({})
+        announce({}, [])
         out.line("mbarrier.arrive(q_full.index(q_slot), count=1)", "no tile is left")
     return producer
 
 
-def _attend(site: Site, partial: str, locate: str) -> Partition:
+def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partition:
     """A consumer warpgroup."""
     spec, several = site.spec, site.q_tiles > 1
     attend = Partition("attend", f"One warpgroup: {ROWS} query rows at a time against every tile of keys that they see.", ("WARPGROUP",))
@@ -184,13 +202,22 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
     with out.block("while number < work:"):
-        out.line(locate)
+        arrived = f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})"
+        if is_told(site):
+            out.assign("q_slot", _q_slot(site))
+            out.line(arrived)
+            for name in returns:
+                out.assign(name, f"gl.max({told(site, returns, name)}.load({SCALAR}), 0)")
+        else:
+            out.line(locate)
         out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
         out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
         last_of_tile(site, out, "j", "i0", ROWS)
-        out.assign("q_slot", _q_slot(site))
+        if not is_told(site):
+            out.assign("q_slot", _q_slot(site))
         before = out.section()
-        out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
+        if not is_told(site):
+            out.line(arrived)
         behind = out.section()
         program = Program(spec, out.section() if vectors(spec, "i") else before, inner="j")
         rows_from_rings(site, program, behind, ROWS)
@@ -246,7 +273,7 @@ def _attend(site: Site, partial: str, locate: str) -> Partition:
         if is_uneven(site):
             out.assign("q_slot", _q_slot(site))
             out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
-            out.assign("number", "gl.max(next_number.index(q_slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)")
+            out.assign("number", f"gl.max(next_number.index(q_slot).load({SCALAR}), 0)")
         else:
             out.assign("number", "number + tl.num_programs(0)")
     out.line("tma.store_wait(0)")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 
-from ...expr import BOOL, FLOAT, Load, Var
+from ...expr import BOOL, FLOAT, QK, Load, Var
 from ..gluon import Partition
 from ..parts import Site, count, decode, flatten
 from ..program import Program, local
 from ..writer import Writer
-from .common import PADDING
-from .hopper import listed_tiles, segments
+from .common import PADDING, scaled
+from .hopper import list_arguments, listed_tiles, segments
 from .hopper_captured import beside, shares
 
 MOST = 6
@@ -36,7 +36,13 @@ def is_split(site: Site) -> bool:
 
 def is_tight(site: Site) -> bool:
     """Do registers run out unless the loop spares them, at the price of a little time?"""
-    return not is_split(site) or bool(site.spec.visible.loads)
+    return not is_split(site) or bool(site.spec.visible.loads) or is_full(site)
+
+
+def is_full(site: Site) -> bool:
+    """Does the score read tensors across rows and keys, and have a derivative of its own and dropout? That is too much at any head size."""
+    across = any({"i", "j"} <= load.variables for load in site.spec.score.loads)
+    return across and site.spec.dropout > 0 and {"i", "j"} <= scaled(site, QK)[0].variables
 
 
 def key_tiles(site: Site) -> int:
@@ -223,10 +229,17 @@ def read_late(site: Site, text: str, warps: int) -> str:
 
 # -------------------------------------------------------------------------------------------------------- the one warp
 
+def by_hand(site: Site) -> bool:
+    """Does that warp read lists, or tensors of the mask?"""
+    return site.listed or bool(site.spec.visible.loads)
+
+
 def worked_out(site: Site) -> dict[str, str]:
     """Arguments that the host works out: what a partition makes of its arguments alone the assembler puts in front of all partitions of its warps, where it
     takes a register of each. work: tiles of keys in all; padded: rows of a batch index in delta and lse2."""
-    return {"work": f"triton.cdiv(N, KEYS['BLOCK_N']) * {count(site.axes_of('k', 'v'))}", "padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"}
+    tiles = "triton.cdiv(N, KEYS['BLOCK_N'])"
+    found = {"work": f"{tiles} * {count(site.axes_of('k', 'v'))}", "padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"}
+    return found | ({"tiles": tiles} if by_hand(site) else {}) | list_arguments(site, "i")
 
 
 @contextmanager

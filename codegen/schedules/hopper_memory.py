@@ -19,6 +19,7 @@ from ..factors import split_factor
 from ..order import long_first
 from ..parts import chunks
 from ..ranges import bounds, never_empty
+from .hopper import compares
 from .hopper_captured import outermost, shares
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
@@ -89,6 +90,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         found += [((stages + 1) * n * _element(load), 16) for load in vectors(spec, "j")]
         found += [(queries * NUMBER, 16)] * (2 * listed) + [((stages + 1) * NUMBER, 16)] * (listed + bool(compared(spec)))
         uneven = not bounds(spec.visible, "j").is_total
+        found += [(queries * NUMBER * number, 16) for number in [_told(spec, problem, listed)] if number]
         found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4 + [(queries * NUMBER, 16)] * uneven
         # the last: a byte for each warp of the other partitions
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 8)])
@@ -99,11 +101,11 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [((stages if split else 1) * 2 * m * n, 1024)] + _captured_tiles(spec, m, n, stages, tiled)
     if not is_counted(spec):
         rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
-        sums = 8 * n * (not split) * sum(map(ends, spec.score.loads))  # beyond the ends of tables
+        sums = 8 * n * sum(map(ends, spec.score.loads))  # beyond the ends of tables
         by_key = sum("j" in load.variables and "i" not in load.variables for load in spec.loads)  # vectors of 8 bytes an element at most
         return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + keys * 8 * n * by_key + 2048
     found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
-    found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * (not split and _sums(spec))
+    found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
     found += [(keys * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * (6 if split else 4)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     told = keys * (4 + len(spec.axes) - len(others)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
@@ -170,7 +172,20 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     first = Var("i1") in bounds(spec.visible, "j").hi.leaves or shares(spec, tiled, spec.axes)
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
     sizes = NUMBER * (3 + sum(e != 1 for e in extents[not first:]))  # M, N, number of tiles
+    if listed:
+        sizes += NUMBER * (bool(spec.mask().axes) + bool(first or problem.N % BLOCK))  # lists of a batch index; their length in place of N
+    beside += _buffer(2) * (_told(spec, problem, listed) > 0)
     return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
+
+
+@functools.lru_cache(maxsize=4096)
+def _told(spec: AttentionSpec, problem: Problem, listed: bool) -> int:
+    """How many numbers the one warp of forward tells the warpgroups (`hopper_forward.is_told`)."""
+    found = bounds(spec.visible, "j")
+    if not (listed or not compares(spec) and not found.is_total):
+        return 0
+    whole = problem.N % BLOCK == 0 and found.full_hi == Var("N")
+    return 2 + len(spec.axes) + (0 if listed else 2 + found.has_full * ((not found.starts_full) + (not whole)))
 
 
 def _of_the_warp(spec: AttentionSpec, listed: bool) -> tuple[Load, ...]:
@@ -204,7 +219,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     known = [a for a in spec.axes if a != first or set(spec.axes) - spec.k and a != spec.axes[0]]
     numbers = 4 + sum(extents[a] != 1 for a in known)  # M, and with padding; numbers of tiles in all and of a batch index
     numbers += (uneven and (split or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
-                or listed and bool(spec.mask().axes) or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
+                or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
     mine = [a for a in spec.axes if a in spec.k | spec.v]
     if not listed and (Var("j0") in found.lo.leaves and found.hi == Var("M") or shares(spec, tiled, mine)):  # batch indices that go together
         batches = prod(e for a, e in extents.items() if a in spec.k | spec.v)
@@ -212,8 +227,10 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
         row = 6 * sum(_pieces(problem.D)) + 2 * sum(_pieces(problem.Dv))
         numbers += long_first(batches, -(-problem.N // n), rows * row / 1024)[0] != 1
         numbers += bool(outermost(spec, tiled, mine)) and first not in known and extents[first] != 1
+    if listed:
+        numbers += bool(spec.mask().axes) + (averages(spec) or bool(_at(spec, "i")))  # lists of a batch index; their length in place of M
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
         total += ADDRESS + out if stored else _buffer(3)  # dS
-        total += ADDRESS * _sums(spec) + NUMBER * (_sums(spec) > 0)
+        total += (ADDRESS + _buffer(2)) * _sums(spec) + NUMBER * (_sums(spec) > 0)
     return total + NUMBER * numbers

@@ -17,7 +17,7 @@ from .common import buffer, scaled
 from .dense import add_tile
 from .ends import ended
 from .hopper_captured import left_out
-from .hopper_keys import is_split
+from .hopper_keys import HALF, is_split
 
 def summed(site: Site) -> list[Load]:
     """Those of them that get a gradient, and beyond their ends that of the products."""
@@ -54,8 +54,8 @@ def _keep(site: Site, out: Writer, n: int, place: int, sums: str) -> None:
 def reserve_ends(site: Site, out: Writer) -> None:
     """Shared memory of the Hopper kernel."""
     for n, _ in enumerate(summed(site)):
-        if _in_shared(site):
-            out.assign(f"far_{n}", "gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+        shape = "[2, BLOCK_N]" if _in_shared(site) else f"[4, {HALF}]"  # of two warpgroups at the end of a tile
+        out.assign(f"far_{n}", f"gl.allocate_shared_memory(gl.float32, {shape}, gl.SwizzledSharedLayout(1, 1, 1, [0]))")
 
 
 def start_ends(site: Site, out: Writer, zeros: str) -> None:
@@ -89,7 +89,12 @@ def store_ends(site: Site, out: Writer, slot: str) -> None:
         factor = scaled(site, load)[1] * (left_out(site) if site.one_pass else 1.0)
         out.assign("end_slot", f"{ends_buffer(site, load)} + (tl.cast(z, tl.int64) * slots + {slot}) * 2")
         for place in range(2):
-            total = f"tl.sum({_held(site, n, place)}, 0)"
+            sums = _held(site, n, place)
+            if site.one_pass and is_split(site):  # all keys in every warp: what one of them reads for all holds a register throughout
+                at = f"far_{n}.index(PART * 2 + {place})"
+                out.line(f"{at}.store({sums})")
+                sums = f"{at}.load(gl.BlockedLayout([{HALF} // 32], [32], [4], [0]))"
+            total = f"tl.sum({sums}, 0)"
             out.line(f"tl.store(end_slot{' + 1' * place}, {total}{f' * {factor!r}' if factor != 1.0 else ''})")
 
 

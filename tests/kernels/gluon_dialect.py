@@ -160,7 +160,9 @@ def random_bits(seed, z, a0, b0, ROWS, COLUMNS, WARPS, TRANSPOSED, LAYOUT):
 
 
 OVERRIDES = dict(random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
-                 signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD)
+                 signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
+                 marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
+                 is_marked=lambda x: x.view(torch.int32) & 1 != 0)
 
 
 def load(text: str):

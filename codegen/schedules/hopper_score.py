@@ -1,0 +1,159 @@
+"""Of the Hopper backward: the weights of a tile from its products, and the gradient of its scores."""
+from __future__ import annotations
+
+from ...expr import QK, Call, Const, Expr, Load
+from ...spec import EmptyRow
+from ..parts import LOG2E, Site, tiles_name
+from ..philox import kept_scale, threshold
+from ..writer import Writer
+from .common import Body, scaled
+from .ends import tight_score
+from .hopper_captured import doubles, is_signed, left_out
+from .hopper_keys import is_full, is_split, is_tight
+from .hopper_producer import from_ring, rows_from_rings
+from .hopper_vectors import cut, groups
+from .relative import add_ends
+
+
+def fills_registers(site: Site) -> bool:
+    """Does the score need a tile of registers beside the accumulators of a large head: elements read across rows and keys, or its derivative?"""
+    across = any({"i", "j"} <= load.variables for load in site.spec.score.loads)
+    return not is_split(site) and (site.ordered or across or {"i", "j"} <= scaled(site, QK)[0].variables)
+
+
+def unknown_zero(site: Site, number: str) -> str:
+    """Place 0 in shared memory from a number that the warp that copies tells, which is not negative; "" where registers are left. Of a place that the
+    assembler knows it works out every address ahead of the loops, and each takes a register throughout."""
+    return f"{number} >> 31" if fills_registers(site) else ""
+
+
+def by_halves(site: Site) -> bool:
+    """Are weights and slopes worked out in one half of a tile after the other? The assembler keeps that order, else all of the exponentials are there
+    before the first slope. They are where a slope is of the score alone."""
+    return (fills_registers(site) or is_full(site)) and {"i", "j"} <= scaled(site, QK)[0].variables and _is_of(scaled(site, QK)[0], site.raw)
+
+
+def _is_of(e: Expr, x: Expr) -> bool:
+    """Is it made of `x` and scalars?"""
+    return e == x or not {"i", "j"} & e.variables or isinstance(e, Call) and all(_is_of(a, x) for a in e.args)
+
+
+def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps: int) -> None:
+    """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout."""
+    spec, program = site.spec, body.program
+    beyond = [] if site.whole else ["(j < N)[:, None]"]
+    visible = [spec.visible] if spec.is_masked else []
+    wanted = [scaled(site, QK)[0]]
+    raw = tight_score(site, program, out, rows, "BLOCK_M", not is_split(site))
+    name = raw if raw.isidentifier() else out.assign("raw", raw)
+
+    def hide(hidden: str, value: str, mean: str) -> None:
+        """Where the mask hides a key, `value` becomes `hidden`; in rows that average v, `mean` where they do."""
+        def inside() -> None:
+            closed, others = groups(spec, "i")
+            if closed and others and not site.averages:
+                with program.branch(), out.block(f"if {' | '.join([*(['(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
+                    out.assign(value, f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
+                out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
+                return
+            seen = [*beyond, *(program.tile(v) for v in visible)]
+            text = f"tl.where({' & '.join(seen)}, {value}, {hidden})" if seen else value
+            if site.averages:
+                over = [*beyond, *([program.tile(spec.empty_over)] if spec.empty_over != Const(True) else [])]
+                average = f"tl.where({' & '.join(over)}, {mean}, {hidden})" if over else mean
+                text = f"tl.where({body.across(from_ring('mean_ring'))} > 0.0, {average}, {text})"
+            out.assign(value, text, "rows that average v" if site.averages else "")
+        if partial == "True":
+            inside()
+        elif partial:
+            with program.branch(), out.block(f"if {partial}:"):
+                inside()
+
+    early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
+    squared = degree(wanted[0], site.raw) <= 2 and site.factor > 1e-6  # then 0 * slope is 0 with a finite score, and no weight needs a second look
+    if early:
+        hide("-1e15" if squared else "float('-inf')", name, "0.0")  # exp2(0 - log2(keys)) = 1 / keys
+        program.body.names[site.raw] = name
+    exponent = f"{name} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))}"
+    if by_halves(site):
+        hidden = early and bool(partial) and not squared
+        return _halves(site, body, out, name, exponent, hidden, rows, warps)
+    out.assign("p", f"tl.exp2({exponent})")
+    if not early:
+        hide("0.0", "p", body.across(from_ring("mean_ring")))
+    late = program.dims(wanted[0]) != {"i", "j"}
+    rest = "p" if late else body.times(wanted[0], "p", early and bool(partial) and not squared)
+    out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
+    if spec.dropout:
+        out.assign("bits", _bits(rows, warps))
+        if is_signed(site):
+            out.assign("slope", f"signed_by_keep(p, bits, {threshold(spec.dropout)})", "its sign says what dropout keeps")
+            out.assign("p", "tl.maximum(slope, 0.0)")
+        else:
+            out.assign("keep", f"kept_mask(bits, {threshold(spec.dropout)})")
+            out.assign("p", "tl.where(keep, p, 0.0)")
+
+
+def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidden: bool, rows: str, warps: int) -> None:
+    """Weights, in the type of their product, and slopes from the tile `name` of scores; a slope's lowest bit says what dropout keeps."""
+    rest, program, dropped = scaled(site, QK)[0], body.program, site.spec.dropout
+    halves = f".reshape([{rows}, 2, BLOCK_M // 2]).permute((0, 2, 1))"
+    if dropped:
+        out.assign("bits", _bits(rows, warps))
+    out.assign("exponent", exponent)
+    for tile in (name, "exponent", *(["bits"] if dropped else [])):
+        out.assign(f"{tile}_0, {tile}_1", f"tl.split({tile}{halves})")
+    for half in range(2):
+        with program.branch():
+            program.body.names[site.raw] = f"{name}_{half}"
+            p = out.assign(f"p_{half}", f"tl.exp2(exponent_{half})")
+            why = "" if half else "d score / d qk now, so that one tile waits for dP and not two"
+            slope = out.assign(f"slope_{half}", body.times(rest, p, hidden, p), why)
+            if dropped:
+                out.assign(slope, f"marked_by_keep({slope}, bits_{half}, {threshold(dropped)})")
+                out.assign(p, f"kept({p}, bits_{half}, {threshold(dropped)})")
+            out.assign(p, f"{p}.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
+    for tile in ("p", "slope"):
+        out.assign(tile, f"gl.convert_layout(tl.join({tile}_0, {tile}_1).permute((0, 2, 1)).reshape([{rows}, BLOCK_M]), scores)")
+
+
+def _bits(rows: str, warps: int) -> str:
+    return f"random_bits(seed, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores)"
+
+
+def degree(e: Expr, x: Expr) -> int:
+    """As which power of `x` the expression grows; 99 if it is no polynomial of it."""
+    if e == x:
+        return 1
+    below = [degree(a, x) for a in e.args_()] if not isinstance(e, Load) else []
+    if not any(below):
+        return 0
+    op = getattr(e, "op", "")
+    return sum(below) if op == "mul" else max(below) if op in ("add", "sub", "neg") else 99
+
+
+def score_gradient(site: Site, body: Body, out: Writer) -> None:
+    """ds, the gradient of the products qk over the factors that are left out, from dP."""
+    spec = site.spec
+    out.assign("delta", from_ring("delta_ring"))
+    scale = kept_scale(spec.dropout)
+    if is_signed(site):
+        within = 1.0 if doubles(site) else 0.5 * scale / left_out(site)  # |x| + x is 2 p: p itself would be kept in registers
+        out.assign("ds", f"(slope + tl.abs(slope)) * {'dp' if within == 1.0 else f'(dp * {within!r})'} - tl.abs(slope) * delta[None, :]")
+    else:
+        if spec.dropout:
+            if by_halves(site):
+                out.assign("keep", "is_marked(slope)")
+            out.assign("dp", f"tl.where(keep, dp * {scale!r}, 0.0)")
+        out.assign("ds", "slope * (dp - delta[None, :])")
+    rest = scaled(site, QK)[0]
+    if body.program.dims(rest) != {"i", "j"}:  # from shared memory again: a row vector kept since the scores would take registers
+        body.program.forget_rows()
+        rows_from_rings(site, body.program)
+        if rest != Const(1.0):
+            out.assign("ds", body.times(rest, "ds", weight="slope"))
+    if site.averages and spec.empty_row is EmptyRow.MEAN:
+        out.assign("mean", from_ring("mean_ring"))
+        body.replaced(out)
+    add_ends(site, out, "ds")
+    out.assign("ds", f"ds.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
