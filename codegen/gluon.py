@@ -118,14 +118,14 @@ def kept_mask(bits, THRESHOLD: gl.constexpr):
     text: gl.constexpr = """{{ .reg .b32 m; .reg .pred a, b; abs.f16x2 m, $2; setp.geu.f16x2 a|b, m, $4;
         selp.b32 $0, 1, 0, a; selp.b32 $1, 1, 0, b; }}"""
     limit = gl.full_like(bits, THRESHOLD * 65537)
-    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r,r", [bits, limit], gl.int32, is_pure=True, pack=2) != 0
+    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r,r", [bits, limit], gl.int32, is_pure=True, pack=2) != 0'''
 
 
-@gluon.jit
+MARK = '''@gluon.jit
 def marked_by_keep(x, bits, THRESHOLD: gl.constexpr):
     """x with 1 in its lowest bit where dropout keeps the weight, else 0; compared as in `kept`."""
-    text: gl.constexpr = """{{ .reg .b32 m, c, d; .reg .pred a, b; abs.f16x2 m, $4; setp.geu.f16x2 a|b, m, $6;
-        selp.b32 c, 1, 0, a; selp.b32 d, 1, 0, b; lop3.b32 $0, $2, -2, c, 0xEA; lop3.b32 $1, $3, -2, d, 0xEA; }}"""
+    text: gl.constexpr = """{ .reg .b32 m, c, d; .reg .pred a, b; abs.f16x2 m, $4; setp.geu.f16x2 a|b, m, $6;
+        selp.b32 c, 1, 0, a; selp.b32 d, 1, 0, b; lop3.b32 $0, $2, -2, c, 0xEA; lop3.b32 $1, $3, -2, d, 0xEA; }"""
     limit = gl.full_like(bits, THRESHOLD * 65537)
     return gl.inline_asm_elementwise(text, "=&f,=&f,f,f,r,r,r,r", [x, bits, limit], gl.float32, is_pure=True, pack=2)
 
@@ -159,7 +159,8 @@ def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
-    return [*found, *([KEEP_TILE] if "random_bits(" in text else []), *([APART] if "apart(" in text else [])]
+    return [*found, *([KEEP_TILE] if "random_bits(" in text else []), *([APART] if "apart(" in text else []),
+            *([MARK] if "marked_by_keep(" in text else [])]
 
 
 def words_of(text: str) -> set[str]:

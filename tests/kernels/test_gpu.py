@@ -10,7 +10,7 @@ from flashfx.codegen import blocks, gpu, launch
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import inputs
 
-from .cases import CORE, IDS, KINDS, MORE, problem, spec
+from .cases import CORE, IDS, KINDS, MORE, Variant, problem, spec
 from .run import lse_gradient, run
 from .test_families import FAMILIES, spec as family, tensors
 
@@ -110,6 +110,15 @@ def test_gradients_of_captured_tensors_warp_specialised(variant, kind, head, len
 def test_value_heads_of_another_size_warp_specialised(head, value_head, variant, kind):
     with overridden(schedule="hopper"):
         run(spec(CORE[variant], kind), problem(kind, head, "bfloat16", M=400, Dv=value_head), "cuda").within_budget()
+
+
+@HOPPER
+@pytest.mark.parametrize("kind, head, dtype", [("self", 128, "bfloat16"), ("gqa", 128, "float16"), ("self", 96, "bfloat16"), ("self", 64, "float16")])
+def test_dropout_beside_a_function(kind, head, dtype):
+    """At large heads the slope's lowest bit says what dropout keeps."""
+    both = Variant(score="tanh(qk * 0.125 / 3.0) * 3.0", where="j <= i", drop="0.1")
+    with overridden(schedule="hopper"):
+        run(spec(both, kind), problem(kind, head, dtype, M=328), "cuda").within_budget()
 
 
 @HOPPER
