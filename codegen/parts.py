@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Iterable, Sequence
 
-from ..expr import Expr, Load
+from ..expr import BOOL, Expr, Load, conjuncts
 from ..spec import AttentionSpec, EmptyRow
 from . import captured
 from .factors import by_vectors, gathered, peel
@@ -91,8 +91,10 @@ class Site:
 
     @cached_property
     def hides_beyond(self) -> bool:
-        """Does no tile reach beyond the last key, or the mask hide what lies there? It does where no row sees a key behind its own and M <= N."""
-        return self.whole or self.wide and not self.averages and not_behind(self.by_rows.hi)
+        """Does no tile reach beyond the last key, or the mask hide what lies there? It does where no row sees a key behind its own and M <= N, and where
+        it reads for each key whether that may be seen: beyond the end False is read."""
+        read = any(isinstance(c, Load) and c.kind == BOOL and "j" in c.variables for c in conjuncts(self.spec.visible))
+        return self.whole or not self.averages and (read or self.wide and not_behind(self.by_rows.hi))
 
     @property
     def loads(self) -> list[Load]:
