@@ -90,6 +90,14 @@ def test_the_hopper_backward_hardly_spills(head, variant, kind):
     assert report.spilled <= (SPILLED.get((variant, kind), 0) if head == 128 else 0), report
 
 
+@pytest.mark.parametrize("head, variant", [(64, "bool_mask"), (128, "bool_mask"), (128, "causal"), (128, "documents"), (64, "padding"), (128, "lengths"), (128, "alibi"), (64, "bias")])
+def test_forwards_of_lengths_that_no_tile_divides_build_without_spilling(head, variant):
+    s, p = spec(ALL[variant]), problem("self", head, "bfloat16", M=1000, heads=4)
+    with overridden(schedule="hopper"):
+        report, plan = next(found for found in compile_all(s, p, BY_ARCH["sm_90"], (False,) * (3 + len(s.aux))) if found[0].kernel == "attention_forward")
+    assert plan.BLOCK_N == 128 and report.shared <= plan.shared and not report.spilled and not report.serialised, report
+
+
 @pytest.mark.parametrize("head, variant, kind", [(64, "softcap", "self"), (64, "softcap", "gqa"), (40, "softcap", "self"), (64, "causal", "gqa"), (32, "window", "self"), (56, "band", "gqa")])
 def test_three_warpgroups_build(head, variant, kind):
     """Lengths that are no multiple of a tile too; heads of several pieces spill a little."""
