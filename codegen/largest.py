@@ -63,9 +63,11 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
         tiles = (32, 64, 8, 1)
     if kernel == "rows" and found == "mma" and heavy and spec.is_data_masked:
         tiles = (min(tiles[0], 64), min(tiles[1], 32), *tiles[2:])
+    if kernel != "forward" and found == "mma" and step == 64 and not heavy and not several and spec.is_data_masked:  # what the mask reads, by row or key
+        tiles = LARGEST[found, kernel, step][True]
     if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
         masked = max(problem.D, problem.Dv) % 16 > 0  # the last piece has columns to hide
-        tiles = {("mma", 128): (16, 16, 4, 1) if masked else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), tiles)
+        tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if masked else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), tiles)
     return tiles
 
 
