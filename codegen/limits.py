@@ -357,7 +357,6 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += 6 * bool(spec.visible.loads)
-    found += 40 * (kernel == "keys" and grouped(spec) and max(d, dv) > 192)  # two accumulators of that width around a loop over the queries that share the keys
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]
         narrow = 20 + 0.0185 * n * max(d, dv) if min(widths) == 16 and max(widths) > 16 else 0
