@@ -58,7 +58,7 @@ class Asked:
         return "one_pass" if (self.schedule, self.kernel) == ("hopper", "keys") else self.kernel
 
     @functools.cached_property
-    def beside(self) -> float:
+    def score_tiles(self) -> float:
         """As `hopper.score_tiles`."""
         return hopper.score_tiles(self.spec, max(self.problem.D, self.problem.Dv))
 
@@ -183,7 +183,7 @@ def _registers(asked: Asked, tiles: Tiles) -> tuple[float, float]:
     """(of a thread, how many can be had): the same whatever the stages."""
     m, n, _, _ = tiles
     if asked.schedule == "hopper":
-        return hopper.registers_per_thread(asked.kernel, asked.problem, m, n, asked.beside), hopper.register_limit(asked.kernel, m)
+        return hopper.registers_per_thread(asked.kernel, asked.problem, m, n, asked.score_tiles), hopper.register_limit(asked.kernel, m)
     limited = asked.units == "wgmma" and asked.kernel != "dense"  # `largest` has been compiled
     return registers_per_thread(asked.kernel, tiles, asked.problem, asked.spec), LIMIT[asked.kernel] if limited else float("inf")
 

@@ -14,7 +14,7 @@ from .schedules import hopper_around, hopper_backward, hopper_forward
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, turns_shape
-from .schedules.hopper_keys import is_split, goes_together
+from .schedules.hopper_keys import goes_together, is_split
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
 from .writer import Kernel, Writer, wrapped
 

@@ -70,7 +70,8 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     """Bytes of shared memory that Triton's compiler takes for a kernel: its figure in 16 bits on NVIDIA cards from sm_80 on but sm_100, integers
     taken to have 64 bits and captured floats q's width. An upper bound for float32, tables that are gathered, tensors of integers for every query
     and key, transposed ones and biases where rows average v, values four times as wide as q and k, one stage (but in the kernel over keys on
-    sm_80 and sm_89), other head sizes than multiples of 16 where TMA does not read them, and the kernel "dense".
+    sm_80 and sm_89), other head sizes than multiples of 16 where TMA does not read them, and the kernel "dense". Too low for three stages where the mask reads a boolean vector and
+    no list says which tiles to visit, beside dropout by up to a third.
 
     listed       tiles come from the mask's run-time summary
     packed       heads that share keys are rows of one tile, whose q TMA does not read

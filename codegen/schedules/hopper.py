@@ -283,11 +283,11 @@ def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, determinis
     return None
 
 
-def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, beside: float) -> float:
-    """Accumulators, scores and weights of a consumer, in 32-bit registers of each thread. beside: as `score_tiles`."""
+def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, extra: float) -> float:
+    """Accumulators, scores and weights of a consumer, in 32-bit registers of each thread. extra: as `score_tiles`."""
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
-        return (dv + n + n / 2 + beside * n) / 2
+        return (dv + n + n / 2 + extra * n) / 2
     return (n * (d + dv) + 2.5 * m * n) / 256  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
 
 

@@ -48,7 +48,7 @@ def outermost(spec: AttentionSpec, tiled: Sequence[str], axes: Sequence[str]) ->
     return max(lacked, key=len, default=[])
 
 
-def beside(site: Site, out: Writer, axes: Sequence[str], name: str, number: str, total: str) -> None:
+def assign_batch(site: Site, out: Writer, axes: Sequence[str], name: str, number: str, total: str) -> None:
     """Assign the batch index of a number that counts `outermost` axes fastest. total: how many batch indices there are."""
     found = outermost(site.spec, site.tiled, axes)
     if not found:

@@ -14,7 +14,7 @@ from ..program import Program, local
 from ..writer import Kernel, Writer
 from .ends import ended, warpgroup_score
 from .forward import heavy_last, is_finite
-from .hopper_captured import beside, read_tiles, reserve_tiles, shares, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
+from .hopper_captured import assign_batch, read_tiles, reserve_tiles, shares, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_vectors import PLACES, SCALAR, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows
 from .hopper_vectors import reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, compares, list_arguments, listed_tiles, position, read_by_tma, reserve, segments, tile_start
@@ -95,7 +95,7 @@ def _locate(site: Site) -> tuple[Partition, list[str], str]:
         out.assign("first", "number // (group * tiles) * group")
         out.assign("size", "tl.minimum(group, all - first)")
         out.assign("rest", "number % (group * tiles)")
-        beside(site, out, axes, "z", "first + rest % size", "all")
+        assign_batch(site, out, axes, "z", "first + rest % size", "all")
         if heavy_last(ends.hi):
             out.assign("i0", "(tiles - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
         else:

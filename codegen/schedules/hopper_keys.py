@@ -16,7 +16,7 @@ from ..program import Program, local
 from ..writer import Writer
 from .common import PADDING, scaled
 from .hopper import list_arguments, listed_tiles, segments
-from .hopper_captured import beside, shares
+from .hopper_captured import assign_batch, shares
 
 MOST = 6
 """Loads by key that get a ring, 8 bytes an element at most; the warpgroups load the others themselves."""
@@ -67,7 +67,7 @@ def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
     out = function.body
     if goes_together(site):
         out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps" if _starts_long(site) else "")
-        beside(site, out, mine, "y", "group * together + number % together", count(mine))
+        assign_batch(site, out, mine, "y", "group * together + number % together", count(mine))
         out.assign("tile", "number // together % tiles")
     else:
         out.assign("y", "number // tiles")

@@ -21,8 +21,8 @@ WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 @dataclass(frozen=True)
 class Row:
-    """One peer on one workload. ms, TFLOP/s, and the TFLOP/s that the card's peaks allow (`roofline`), by pass; error is the relative error (Frobenius norm) of the output and of every gradient, the
-    worst of them, on one key head; eager_error is eager's in the same dtype. failed: why there are no numbers."""
+    """One peer on one workload. ms, TFLOP/s, and the TFLOP/s that the card's peaks allow (`roofline`), by pass; error is the relative error (Frobenius norm)
+    of the output and of every gradient, the worst of them, on one key head; eager_error is eager's in the same dtype. failed: why there are no numbers."""
 
     variant: str
     peer: str
