@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Iterable
 
-from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, walk
+from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute, walk
 from ..spec import AttentionSpec
 from .ranges import nonnegative
 from .writer import Writer
@@ -83,11 +83,13 @@ class Program:
     varying  batch axes that change inside the loop; what depends on them is not hoisted
     packed   batch axes whose indices are vectors over the rows, as i is
     beside   another program of the same kernel: their names differ
+    nearest  indices that may lie outside, where tiles of captured tensors read the last element instead of asking: what is there is hidden
     """
 
     def __init__(self, spec: AttentionSpec, outer: Writer, inner: str, columns: str = "j", varying: Iterable[str] = (),
-                 beside: Program | None = None, packed: Iterable[str] = ()):
+                 beside: Program | None = None, packed: Iterable[str] = (), nearest: Iterable[str] = ()):
         self.spec, self.inner, self.columns, self.varying, self.packed = spec, inner, columns, frozenset(varying), frozenset(packed)
+        self.nearest = {Var(x): call("minimum", Var(x), call("sub", Var("M" if x == "i" else "N"), 1)) for x in nearest}
         self.outer = Scope(outer, {})
         self.body: Scope | None = None
         self.certain: frozenset[str] = frozenset()
@@ -192,9 +194,11 @@ class Program:
 
     def _load(self, load: Load, scope: Scope) -> str:
         dims = self.dims(load)
+        nearest = self.nearest if len(dims) == 2 and all(len(self.dims(a)) < 2 for a in load.index) else {}
         scalar, vectors, tiles = [], {"i": [], "j": []}, []
         for position, index in enumerate(load.index):
             step, own = stride(load.name, position), self.dims(index)
+            index = substitute(index, nearest) if nearest else index
             if len(own) == 2:
                 tiles.append(f"{self.value(index)} * {step}")
             elif isinstance(index, Const):
@@ -217,7 +221,7 @@ class Program:
                 self._name(self.outer, key, f"{load.name}_base", " + ".join(parts))
             address, fixed = self.outer.names[key], []
         parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in (*fixed, *moving)), *tiles]
-        checked = [x for x in sorted(dims) if x not in (self.certain if scope is self.body else ())]
+        checked = [x for x in sorted(dims) if x not in (self.certain if scope is self.body else ()) and Var(x) not in nearest]
         conditions = self.condition(checked) if len(dims) == 2 else [f"{x} < {'M' if x == 'i' else 'N'}" for x in checked]
         mask = f", mask={' & '.join(conditions)}, other=0" if conditions else ""
         text = f"tl.load({' + '.join(parts)}{mask})"

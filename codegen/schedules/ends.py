@@ -62,9 +62,18 @@ def warpgroup_score(site: Site, program: Program, out: Writer, rows: Span, keys:
     classify(site, program, out, rows, keys)
     _beyond(site, program, out)
     with program.branch(), out.block("else:"):
+        for load in ended(site):
+            program.body.names[load] = out.assign(f"table_{ended(site).index(load)}", _clamped(program, load))
         out.assign("raw", program.tile(site.raw))
     program.body.names[site.raw] = "raw"
     return "raw"
+
+
+def _clamped(program: Program, load: Load) -> str:
+    """Elements of a table that ends, by positions that occur: no row or key beyond the end is asked for."""
+    line = line_of(load)
+    place = f"tl.minimum(tl.maximum({program.value(line.place)}, {program.value(line.first)}), {program.value(line.last)})"
+    return f"tl.load({_address(program, load, line, place)}).to(tl.float32)"
 
 
 def _beyond(site: Site, program: Program, out: Writer) -> None:

@@ -148,7 +148,7 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
         out.assign("key0", "j0")
         out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
         last_of_tile(site, out, "i", "key0", "BLOCK_N")
-        program = Program(spec, out.section(), inner="i", columns="i", varying=others)
+        program = Program(spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
         keys_from_rings(site, program)
         body = Body(site, program, transposed=True)
         for c in site.qk_chunks:
@@ -271,7 +271,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
         out.assign("key0", f"j0 + PART * {HALF}")
         out.assign("j", f"key0 + gl.arange(0, {HALF}, keywise)")
         last_of_tile(site, out, "i", "key0", HALF)
-        program = Program(spec, out.section(), inner="i", columns="i", varying=others)
+        program = Program(spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
         keys_from_rings(site, program)
         body = Body(site, program, transposed=True)
         for letter, found in (("k", site.qk_chunks), ("v", site.v_chunks)):
