@@ -62,18 +62,23 @@ def warpgroup_score(site: Site, program: Program, out: Writer, rows: Span, keys:
     classify(site, program, out, rows, keys)
     _beyond(site, program, out)
     with program.branch(), out.block("else:"):
-        for load in ended(site):
-            program.body.names[load] = out.assign(f"table_{ended(site).index(load)}", _clamped(program, load))
+        _read_clamped(program, program, ended(site), out)
         out.assign("raw", program.tile(site.raw))
     program.body.names[site.raw] = "raw"
     return "raw"
 
 
-def _clamped(program: Program, load: Load) -> str:
-    """Elements of a table that ends, by positions that occur: no row or key beyond the end is asked for."""
-    line = line_of(load)
-    place = f"tl.minimum(tl.maximum({program.value(line.place)}, {program.value(line.first)}), {program.value(line.last)})"
-    return f"tl.load({_address(program, load, line, place)}).to(tl.float32)"
+def _read_clamped(program: Program, own: Program, tables: list[Load], out: Writer) -> None:
+    """Let the program read elements of tables at positions that occur, so that no row and no key beyond the end is asked for. own: what works them out."""
+    for number, load in enumerate(tables):
+        line = line_of(load)
+        program.body.names[load] = out.assign(f"table_{number}", f"tl.load({_address(own, load, line, _place(own, line))}).to(tl.float32)")
+
+
+def _place(program: Program, line: Line) -> str:
+    """Of the tile's elements in a table, as text: beyond the last row or key, of the one that is nearest."""
+    first, last = (line.lowest, line.highest) if line.first is None else (line.first, line.last)
+    return f"tl.minimum(tl.maximum({program.value(line.place)}, {program.value(first)}), {program.value(last)})"
 
 
 def _beyond(site: Site, program: Program, out: Writer) -> None:
@@ -92,12 +97,14 @@ def tight_score(site: Site, program: Program, out: Writer, height: str | int, wi
     if not ended(site):
         tables = [load for load in site.raw.loads if line_of(load)] if halves else []
         if len(tables) != 1 or not read_by_halves(site, program, out, tables, height, width):
+            _read_clamped(program, program.here(out), tables, out)
             return program.tile(site.raw)
         program.body.names[site.raw] = "raw"
         return "raw"
     _beyond(site, program, out)
     with program.branch(), out.block("else:"):
         if not read_by_halves(site, program, out, ended(site), height, width):
+            _read_clamped(program, program.here(out), ended(site), out)
             out.assign("raw", program.tile(site.raw))
     program.body.names[site.raw] = "raw"
     return "raw"
@@ -111,10 +118,8 @@ def read_by_halves(site: Site, program: Program, out: Writer, tables: list[Load]
     rest, load, added = parts
     line, own = line_of(load), program.here(out)
     out.assign("raw", program.tile(rest))
-    ends_at = (line.lowest, line.highest) if line.first is None else (line.first, line.last)
-    place = f"tl.minimum(tl.maximum({own.value(line.place)}, {own.value(ends_at[0])}), {own.value(ends_at[1])})"
     halves = f".reshape([{height}, 2, {width} // 2]).permute((0, 2, 1))"
-    out.assign("place", _address(own, load, line, place))
+    out.assign("place", _address(own, load, line, _place(own, line)))
     out.assign("place_0, place_1", f"tl.split(place{halves})")
     out.assign("raw_0, raw_1", f"tl.split(raw{halves})")
     for half in range(2):
