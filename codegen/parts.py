@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Iterable, Sequence
 
-from ..expr import BOOL, Expr, Load, conjuncts
+from ..expr import BOOL, Call, Expr, Load, conjuncts
 from ..spec import AttentionSpec, EmptyRow
 from . import captured
 from .factors import by_vectors, gathered, peel
@@ -92,9 +92,17 @@ class Site:
     @cached_property
     def hides_beyond(self) -> bool:
         """Does no tile reach beyond the last key, or the mask hide what lies there? It does where no row sees a key behind its own and M <= N, and where
-        it reads for each key whether that may be seen: beyond the end False is read."""
-        read = any(isinstance(c, Load) and c.kind == BOOL and "j" in c.variables for c in conjuncts(self.spec.visible))
-        return self.whole or not self.averages and (read or self.wide and not_behind(self.by_rows.hi))
+        it reads for each key whether that may be seen: beyond the end False is read. So does a score to which `added_by_key` is added."""
+        read = any(isinstance(c, Load) and c.kind == BOOL and "j" in c.variables for c in conjuncts(self.spec.visible)) or self.added_by_key
+        return self.whole or not self.averages and (bool(read) or self.wide and not_behind(self.by_rows.hi))
+
+    @cached_property
+    def added_by_key(self) -> Load | None:
+        """What a score reads at the key alone and adds to something that is not +inf for finite operands: beyond the end the Hopper forward reads -inf."""
+        if not set(_operations(self.raw)) <= {"add", "sub", "neg", "mul", "to_float", "tanh"}:
+            return None
+        return next((load for load in _addends(self.raw) if isinstance(load, Load) and load.variables & {"i", "j"} == {"j"}
+                     and load not in self.spec.visible.loads), None)
 
     @property
     def loads(self) -> list[Load]:
@@ -162,6 +170,18 @@ class Site:
         both = [a, b, acc] if acc else [a, b]
         full_precision = [f'input_precision="{self.precision}"'] if "float32" in (self.dtype, self.v_dtype) else []
         return f"tl.dot({', '.join([*both, *full_precision])})"
+
+
+def _operations(e: Expr) -> list[str]:
+    """Of values: positions are whole numbers."""
+    return [e.op, *(op for a in e.args for op in _operations(a))] if isinstance(e, Call) else []
+
+
+def _addends(e: Expr) -> list[Expr]:
+    """Without factors that are positive constants."""
+    if isinstance(e, Call) and e.op == "add":
+        return [x for a in e.args for x in _addends(a)]
+    return [peel(e)[0]]
 
 
 # ------------------------------------------------------------------------------------------------ batch indices

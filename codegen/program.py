@@ -94,6 +94,7 @@ class Program:
         self.body: Scope | None = None
         self.certain: frozenset[str] = frozenset()
         self.uses: Counter = Counter()
+        self.others: dict[Load, str] = {}  # what loads read beyond the end, where that is not 0
         self._serial: Counter = Counter() if beside is None else beside._serial
 
     def enter(self, out: Writer, roots: Iterable[Expr], certain: Iterable[str] = ()) -> None:
@@ -223,7 +224,7 @@ class Program:
         parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in (*fixed, *moving)), *tiles]
         checked = [x for x in sorted(dims) if x not in (self.certain if scope is self.body else ()) and Var(x) not in nearest]
         conditions = self.condition(checked) if len(dims) == 2 else [f"{x} < {'M' if x == 'i' else 'N'}" for x in checked]
-        mask = f", mask={' & '.join(conditions)}, other=0" if conditions else ""
+        mask = f", mask={' & '.join(conditions)}, other={self.others.get(load, '0')}" if conditions else ""
         text = f"tl.load({' + '.join(parts)}{mask})"
         return f"{text}.to(tl.float32)" if load.kind == FLOAT else f"({text} != 0)" if load.kind == BOOL else text
 

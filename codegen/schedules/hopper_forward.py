@@ -308,7 +308,8 @@ def _wait_values(site: Site, out: Writer) -> None:
 def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
     """Begin a tile of keys: its indices, and the loads across rows and keys that TMA cannot do, which come while the products run."""
     visible = [site.spec.visible] if site.spec.is_masked and partial else []
-    program.enter(out, [site.raw, *visible], () if partial and not site.whole else "j")
+    program.enter(out, [site.raw, *visible], "j" if site.whole else ())
+    program.others = {site.added_by_key: 'float("-inf")'}
     keys_from_rings(site, program, out)
     if partial or Var("j") in site.raw.leaves:
         out.assign("j", "j0 + cols")
