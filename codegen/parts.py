@@ -93,8 +93,8 @@ class Site:
     def hides_beyond(self) -> bool:
         """Does no tile reach beyond the last key, or the mask hide what lies there? It does where no row sees a key behind its own and M <= N, and where
         it reads for each key whether that may be seen: beyond the end False is read. So does a score to which `added_by_key` is added."""
-        read = any(isinstance(c, Load) and c.kind == BOOL and "j" in c.variables for c in conjuncts(self.spec.visible)) or self.added_by_key
-        return self.whole or not self.averages and (bool(read) or self.wide and not_behind(self.by_rows.hi))
+        read = any(isinstance(c, Load) and c.kind == BOOL and "j" in c.variables for c in conjuncts(self.spec.visible))
+        return self.whole or not self.averages and (read or self.added_by_key is not None or self.wide and not_behind(self.by_rows.hi))
 
     @cached_property
     def added_by_key(self) -> Load | None:
