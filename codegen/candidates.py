@@ -11,7 +11,7 @@ from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
 from .gpu import GPU
 from .largest import largest
-from .limits import LIMIT, padded, registers_per_thread, resident, shared_bytes, units, wider_bytes
+from .limits import LIMIT, is_uneven, padded, registers_per_thread, resident, shared_bytes, units, wider_bytes
 from .schedules import hopper, hopper_memory
 from .split import number
 
@@ -96,9 +96,10 @@ def generated(asked: Asked) -> list[Tiles]:
     if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
     outer = problem.N if kernel == "keys" else problem.M * asked.known.group  # rows of the first product: what a program holds
-    least = 16 if outer < 64 and head <= 128 else 32 if head > 128 and kernel != "forward" else 64  # a warpgroup's instruction takes 64
+    uneven = kernel != "forward" and is_uneven(problem)
+    least = 16 if outer < 64 and head <= 128 else 32 if head > 128 and kernel != "forward" and not uneven else 64  # a warpgroup's instruction takes 64
     most = 128 if outer > 64 else max(least, 1 << (outer - 1).bit_length())
-    found = [(first, second, warps, stages) for first in (16, 32, 64, 128) if least <= first <= most for second in (32, 64, 128)
+    found = [(first, second, warps, stages) for first in (16, 32, 64, 128) if least <= first <= most for second in ((16, 32, 64) if uneven else (32, 64, 128))
              for warps in (4, 8) if warps == 4 or first == 128 or head > 128 for stages in (3, 2)]
     return [(second, first, *rest) for first, second, *rest in found if not (listed and second > FINE)] if kernel == "keys" else found
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 
 from .order import long_first
-from .schedules.hopper_forward import L2_KIB
+from .schedules.hopper_locate import L2_KIB
 
 HOLDS = 0.78
 """Of the L2 cache, what holds rows to be read again and results; the rest goes to copies in its other half. From the ten counted kernels of tests/test_l2.py."""

@@ -49,6 +49,12 @@ def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
     return kernel == "keys" and found.has_full and found.full_hi != Var("M")
 
 
+def is_uneven(problem: Problem) -> bool:
+    """Are heads wide, and in pieces of which some are narrow? On Hopper, backward's tiles of fewer than 64 rows then spill thousands of bytes."""
+    head = max(problem.D, problem.Dv)
+    return head > 128 and min(c.width for c in chunks(head)) < 64
+
+
 def has_relative(spec: AttentionSpec) -> bool:
     """Does the score read a tensor at j - i?"""
     return any(is_relative(load) for load in spec.score.loads)
@@ -357,11 +363,14 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     inner, rows = (m, n) if kernel == "keys" else (n, m)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
-    found += 6 * bool(spec.visible.loads)
+    found += 6 * bool(spec.visible.loads) + 40 * (kernel == "keys" and d + dv > 448 and grouped(spec) and not spec.is_masked)
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]
         narrow = 20 + 0.0185 * n * max(d, dv) if min(widths) == 16 and max(widths) > 16 else 0
         return 44 + (1.15 * (held + m * n) + (each - scores) * m * n) / threads + masked * spec.is_masked + narrow
+    if kernel in ("keys", "rows") and is_uneven(problem):
+        divided = 20 + 24 * (spec.dropout > 0) + (12 + 12 * has_steps(spec)) * (inner > 16) + 40 * (inner > 32)  # warps divide the columns
+        return found + 20 * len(chunks(max(problem.D, problem.Dv))) + divided * (rows < 16 * warps)
     if kernel == "dense" or rows >= 16 * warps and rows >= 64:
         return found
     if rows >= 64:  # warps that divide the columns: what belongs to a row is there several times

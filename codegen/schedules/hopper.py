@@ -272,6 +272,11 @@ def score_tiles(spec: AttentionSpec, head: int) -> float:
     return 1.5 if _gathers(spec, head) else 0.75 if "div" in found or found and spec.visible.loads else 0.0
 
 
+def is_crowded(spec: AttentionSpec, head: int) -> bool:
+    """Of a forward: do registers run out unless the host works out what is made of arguments alone, and the seed is read where it is used?"""
+    return spec.dropout > 0 and head > 192
+
+
 def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:
     """Why the cost model cannot tell how fast this schedule is, so that the portable one runs, or None. deterministic: as `refusal`."""
     if direction == "backward" and deterministic and bounds(spec.visible, "i").lo == Const(0) and problem.N < 8192:  # 3.5 against 3.2 ms at 4096

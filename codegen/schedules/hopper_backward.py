@@ -33,6 +33,8 @@ REGISTERS = {False: (240, 24), True: (232, 40)}
 """Of a thread of both warpgroups, and of the warp that copies: where it reads no lists and vectors of a mask for them, and where it does."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies."""
+PIECED_REGISTERS = 200, 72, 40
+"""The same under dropout where heads of several pieces share keys: dQ has a place and a tensor map for each piece."""
 
 
 def keys_kernel(site: Site) -> Kernel:
@@ -83,7 +85,8 @@ def keys_kernel(site: Site) -> Kernel:
     else:  # beside tiles, products are serialised
         reads = by_hand(site) and not (tile_loads(site) or spec.dropout)
     if is_split(site):
-        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), SPLIT_REGISTERS[reads]
+        pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads
+        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least)])
     else:
         own, least = REGISTERS[reads]

@@ -13,21 +13,19 @@ from ..philox import kept_scale, threshold
 from ..program import Program, local
 from ..writer import Kernel, Writer
 from .ends import ended, warpgroup_score
-from .forward import heavy_last, is_finite
-from .hopper_captured import assign_batch, read_tiles, reserve_tiles, shares, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
+from .forward import is_finite
+from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
+from .hopper_locate import locate_rows, worked_out
 from .hopper_vectors import PLACES, SCALAR, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows
 from .hopper_vectors import reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, compares, list_arguments, listed_tiles, position, read_by_tma, reserve, segments, tile_start
+from .hopper import ROWS, barriers, block_shape, compares, is_crowded, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
 from .hopper import tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
 READING = 232, 40
-"""Of two, where the producer reads lists or vectors beside what it copies and dropout does not need all that they can have."""
+"""Of two, where the producer needs some: it reads lists or vectors beside what it copies, or copies wide heads under dropout."""
 
-
-L2_KIB = 12 * 1024
-"""Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
 
 
 def is_uneven(site: Site) -> bool:
@@ -42,7 +40,7 @@ def is_told(site: Site) -> bool:
 
 
 def told(site: Site, returns: list[str], name: str) -> str:
-    """Where a number that `_locate` returns lies in shared memory."""
+    """Where a number that `locate_rows` returns lies in shared memory."""
     return f"told_ring.index(q_slot * {len(returns)} + {returns.index(name)})"
 
 
@@ -50,14 +48,15 @@ def forward_kernel(site: Site) -> Kernel:
     """out and log-sum-exp, BLOCK_M = 64 * warpgroups query rows of one batch index at a time."""
     spec, warpgroups = site.spec, site.warpgroups
     kernel = WarpSpecialized("attention_forward", "One program for each multiprocessor: takes tiles of query rows, one after the other.",
-                             tma_arguments(site, {"Taken": "taken"} | list_arguments(site, "j"),
+                             tma_arguments(site, {"Taken": "taken"} | worked_out(site) | list_arguments(site, "j"),
                                            {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS})
                              | tile_arguments(site, ROWS, "BLOCK_N"),
-                             ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD", ["lists", "list_length"] if site.listed else [])
-    out = kernel.body
-    out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
-    if spec.dropout:
-        out.assign("seed", "tl.load(Seed)")
+                             ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD", [*worked_out(site), *(["lists", "list_length"] if site.listed else [])])
+    out, crowded = kernel.body, is_crowded(spec, max(site.D, site.Dv))
+    if not crowded:
+        out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
+        if spec.dropout:
+            out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_tile", "Q", warpgroups * site.q_tiles, ROWS)
     reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
     reserve(site, out, "v_ring", "V", "STAGES", "BLOCK_N")
@@ -68,7 +67,7 @@ def forward_kernel(site: Site) -> Kernel:
     if is_uneven(site):
         out.assign("next_number", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     reserve_vectors(site, out)
-    locate, returns, partial = _locate(site)
+    locate, returns, partial = locate_rows(site)
     if is_told(site):
         out.assign("told_ring", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles * len(returns)}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     barriers(out, site.q_tiles, {"q_full": 2 if is_uneven(site) else 1, "q_empty": warpgroups})
@@ -76,43 +75,9 @@ def forward_kernel(site: Site) -> Kernel:
     out.line("fence_async_shared()")
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
     attend, producer = _attend(site, partial, call, returns), _load_tiles(site, call, returns)
-    registers, few = READING if by_hand(site) and warpgroups == 2 and not spec.dropout else REGISTERS[warpgroups]
+    registers, few = READING if warpgroups == 2 and (crowded or by_hand(site) and not spec.dropout) else REGISTERS[warpgroups]
     kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
     return kernel
-
-
-def _locate(site: Site) -> tuple[Partition, list[str], str]:
-    """The function that says which tile comes next, the names of what it returns, and the condition of a partial tile of keys."""
-    spec, axes, ends = site.spec, site.spec.axes, site.by_rows
-    function = Partition("locate", "A tile of query rows by number: batch index, first row, and the tiles of keys that its rows see.")
-    out = function.body
-    out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
-    if heavy_last(ends.hi) or shares(spec, site.tiled, axes):
-        key = sum(c.width for c in (*site.qk_chunks, *site.v_chunks)) * 2
-        out.assign("all", count(axes))
-        out.assign("groups", f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {key}, 1024), {L2_KIB}))", "of batch indices whose keys and values fit the L2 cache")
-        out.assign("group", "tl.cdiv(all, groups)")
-        out.assign("first", "number // (group * tiles) * group")
-        out.assign("size", "tl.minimum(group, all - first)")
-        out.assign("rest", "number % (group * tiles)")
-        assign_batch(site, out, axes, "z", "first + rest % size", "all")
-        if heavy_last(ends.hi):
-            out.assign("i0", "(tiles - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
-        else:
-            out.assign("i0", "rest // size * BLOCK_M")
-    else:
-        out.assign("z", "number // tiles")
-        out.assign("i0", "number % tiles * BLOCK_M")
-    decode(out, axes, "z")
-    if any(Var("i1") in e.leaves for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi)):
-        out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
-    if site.listed:
-        return function, ["z", *(local(a) for a in axes), "i0"], "t < partial_tiles"
-    program = Program(spec, out.section(), inner="j")
-    partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.hides_beyond, site.can_be_empty)
-    out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
-    extra = [name for name in ("full_start", "full_stop") if name in partial]
-    return function, ["z", *(local(a) for a in axes), "i0", "start", *extra, "count"], partial
 
 
 def _own_out(site: Site) -> list:
@@ -368,7 +333,8 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
 def _weights(site: Site, out: Writer) -> None:
     """p as the left operand of P V, in registers."""
     if site.spec.dropout:
-        out.assign("bits", f"random_bits(seed, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
+        seed = "tl.load(Seed)" if is_crowded(site.spec, max(site.D, site.Dv)) else "seed"
+        out.assign("bits", f"random_bits({seed}, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
         out.assign("p", f"kept(p, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:
         out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({tiles_name('V', c)}.dtype), gl.DotOperandLayout(0, values{c.suffix}, 2))")

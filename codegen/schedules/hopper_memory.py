@@ -19,7 +19,7 @@ from ..factors import split_factor
 from ..order import long_first
 from ..parts import chunks
 from ..ranges import bounds, never_empty
-from .hopper import compares
+from .hopper import compares, is_crowded
 from .hopper_captured import outermost, shares
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
@@ -171,7 +171,8 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     # how many batch indices there are: those whose keys stay in the L2 cache go together
     first = Var("i1") in bounds(spec.visible, "j").hi.leaves or shares(spec, tiled, spec.axes)
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
-    sizes = NUMBER * (3 + sum(e != 1 for e in extents[not first:]))  # M, N, number of tiles
+    crowded = is_crowded(spec, max(problem.D, problem.Dv))  # then what is made of sizes is handed too, and always
+    sizes = NUMBER * (3 + sum(e != 1 for e in extents[crowded or not first:]) + crowded * (1 + 2 * first))  # M, N, number of tiles
     if listed:
         sizes += NUMBER * (bool(spec.mask().axes) + bool(first or problem.N % BLOCK))  # lists of a batch index; their length in place of N
     beside += _buffer(2) * (_told(spec, problem, listed) > 0)

@@ -1,0 +1,72 @@
+"""Of the Hopper forward: which tile of query rows comes next."""
+from __future__ import annotations
+
+from ...expr import Var
+from ..gluon import Partition
+from ..parts import Site, count, decode
+from ..program import Program, local
+from .forward import heavy_last
+from .hopper import is_crowded, segments
+from .hopper_captured import assign_batch, shares
+
+L2_KIB = 12 * 1024
+"""Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
+
+
+def _crowded(site: Site) -> bool:
+    return is_crowded(site.spec, max(site.D, site.Dv))
+
+
+def _goes_together(site: Site) -> bool:
+    """Are batch indices whose keys and values fit the L2 cache visited together?"""
+    return heavy_last(site.by_rows.hi) or shares(site.spec, site.tiled, site.spec.axes)
+
+
+def _key_bytes(site: Site) -> int:
+    return 2 * sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
+
+
+def worked_out(site: Site) -> dict[str, str]:
+    """Arguments that the host works out where registers are few: all that is made of sizes."""
+    if not _crowded(site):
+        return {}
+    tiles, all = "triton.cdiv(M, FORWARD['BLOCK_M'])", count(site.spec.axes)
+    groups = f"min({all}, triton.cdiv({all} * triton.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
+    together = {"all": all, "group": f"triton.cdiv({all}, max(1, {groups}))"} if _goes_together(site) else {}
+    return {"tiles": tiles, "work": f"{tiles} * {all}"} | together
+
+
+def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
+    """The function that says where a tile is, the names of what it returns, and the condition of a partial tile of keys."""
+    spec, axes, ends = site.spec, site.spec.axes, site.by_rows
+    function = Partition("locate", "A tile of query rows by number: batch index, first row, and the tiles of keys that its rows see.")
+    out = function.body
+    if not _crowded(site):
+        out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
+    if _goes_together(site):
+        if not _crowded(site):
+            out.assign("all", count(axes))
+            groups = f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
+            out.assign("groups", groups, "of batch indices whose keys and values fit the L2 cache")
+            out.assign("group", "tl.cdiv(all, groups)")
+        out.assign("first", "number // (group * tiles) * group")
+        out.assign("size", "tl.minimum(group, all - first)")
+        out.assign("rest", "number % (group * tiles)")
+        assign_batch(site, out, axes, "z", "first + rest % size", "all")
+        if heavy_last(ends.hi):
+            out.assign("i0", "(tiles - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
+        else:
+            out.assign("i0", "rest // size * BLOCK_M")
+    else:
+        out.assign("z", "number // tiles")
+        out.assign("i0", "number % tiles * BLOCK_M")
+    decode(out, axes, "z")
+    if any(Var("i1") in e.leaves for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi)):
+        out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
+    if site.listed:
+        return function, ["z", *(local(a) for a in axes), "i0"], "t < partial_tiles"
+    program = Program(spec, out.section(), inner="j")
+    partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.hides_beyond, site.can_be_empty)
+    out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
+    extra = [name for name in ("full_start", "full_stop") if name in partial]
+    return function, ["z", *(local(a) for a in axes), "i0", "start", *extra, "count"], partial
