@@ -106,9 +106,7 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     elif found == "mma" and exact:
         gathered = sum(_staged(load, kernel, tiles, problem) for load in tiled if is_exchanged(load, kernel, problem))
         tiled_loads, total = tiled_loads - gathered, total - gathered
-        # where rows that average v meet dropout, the loops divide their tiles among warps in two ways
-        divided = outer < _narrowest(kernel, problem) or kernel != "keys" and spec.dropout and averages(spec, problem)
-        passing = max(2 * m * n * bool(divided), gathered)
+        passing = max(2 * m * n * _divides(kernel, outer, problem, spec), gathered)
         if kernel == "keys" and spec.dropout:
             passing = max(passing, _random_bits(m, n, warps))
             total += 4 * m * max(1, stages - 1)  # then delta is copied ahead too
@@ -204,7 +202,7 @@ def _ring(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec:
     older = outer < 64
     copies = stages - 1 if older else stages  # a tile is free when it has been read
     ring = [(copies * inner * row, 16 if older else min(1024, 8 * row)) for row in q + v]
-    divided = older and outer < _narrowest(kernel, problem)
+    divided = older and _divides(kernel, outer, problem, spec, cut)
     exchanged = [2 * m * n * divided, exchanged]  # one after the other
     for load in across(spec, cut):
         staged = _staged(load, kernel, tiles, problem)
@@ -270,6 +268,12 @@ def _narrowest(kernel: str, problem: Problem) -> int:
     """Narrowest piece of the output, or of dK or dQ. Where a tile has fewer rows, warps divide its columns, and weights pass through shared
     memory on their way to an operand in registers."""
     return min(c.width for c in chunks(problem.Dv if kernel == "forward" else problem.D))
+
+
+def _divides(kernel: str, outer: int, problem: Problem, spec: AttentionSpec, cut: bool = True) -> bool:
+    """Do weights pass through shared memory? Also where rows that average v meet dropout: loops divide their tiles among warps in two ways, so
+    that the one before, in which the mask is evaluated, exchanges its."""
+    return outer < _narrowest(kernel, problem) or cut and kernel != "keys" and spec.dropout > 0 and averages(spec, problem)
 
 
 def _random_bits(m: int, n: int, warps: int) -> int:
