@@ -3,14 +3,15 @@ from __future__ import annotations
 
 import functools
 
-from ..expr import Call, Const, Load, Var, walk
+from ..expr import Call, Load, Var, walk
 from ..region import Problem
-from ..spec import BLOCK, AttentionSpec, EmptyRow
+from ..spec import BLOCK, AttentionSpec
 from .captured import is_relative
 from .gpu import GPU
 from .factors import peel
 from .parts import chunks
 from .ranges import bounds
+from .reads import across, averages, is_exchanged, is_gathered, told, vectors
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -24,12 +25,6 @@ def padded(size: int) -> int:
 def grouped(spec: AttentionSpec) -> bool:
     """Do several queries' batch indices share keys and values?"""
     return not set(spec.axes) <= spec.k | spec.v
-
-
-@functools.lru_cache(maxsize=1024)
-def _across(spec: AttentionSpec, cut: bool = True) -> tuple[Load, ...]:
-    """Reads of tensors with an element for every query and key. cut: is the mask evaluated?"""
-    return tuple(load for load in (spec.loads if cut else spec.score.loads) if {"i", "j"} <= load.variables)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -75,9 +70,9 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
                  packed: bool = False, descriptors: bool = True) -> int:
     """Bytes of shared memory that Triton's compiler takes for a kernel: its figure in 16 bits on NVIDIA cards from sm_80 on but sm_100, integers
     taken to have 64 bits and captured floats q's width. An upper bound for float32, tables that are gathered, tensors of integers for every query
-    and key, transposed ones and biases where rows average v, values four times as wide as q and k, one stage (but in the kernel over keys on
-    sm_80 and sm_89), other head sizes than multiples of 16 where TMA does not read them, and the kernel "dense". Too low for three stages where the mask reads a boolean vector and
-    no list says which tiles to visit, beside dropout by up to a third.
+    and key, transposed ones, any such tensor whose rows are no multiples of 16 elements, biases where rows average v, values four times as wide as q
+    and k, one stage (but in the kernel over keys on sm_80 and sm_89), other head sizes than multiples of 16 where TMA does not read them, and the
+    kernel "dense".
 
     listed       tiles come from the mask's run-time summary
     packed       heads that share keys are rows of one tile, whose q TMA does not read
@@ -90,14 +85,15 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     exact &= found == "wgmma" and stages > 1 or copies_ahead and (stages > 1 or kernel == "keys")
     exact &= problem.D % 16 == problem.Dv % 16 == 0 or found == "wgmma" and descriptors  # TMA fills what lies beyond a head's end
     if exact and found == "wgmma":
-        return _stacked(kernel, tiles, problem, spec, listed, packed, descriptors)
-    if exact and listed and stages > 2 and _told(kernel, spec, problem):  # the first stage reads where the tile is
-        return shared_bytes(kernel, (m, n, warps, stages - 1), problem, spec, gpu) + 4
+        return max(_stacked(kernel, tiles, problem, spec, listed, packed, descriptors), _behind_loops(kernel, tiles, problem, spec, hopper=True))
+    if exact and listed and stages > 2 and all(told(kernel, spec, problem, cut, warps * 32 == inner) for cut in (False, True)):
+        # the first stage reads where the tile is
+        return max(shared_bytes(kernel, (m, n, warps, stages - 1), problem, spec, gpu) + 4, _behind_loops(kernel, tiles, problem, spec))
     d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
     width = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype])
     loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
-    across = _across(spec)
-    tiled_loads = sum(_staged(load, kernel, tiles, problem) if exact or found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in across)
+    tiled = across(spec)
+    tiled_loads = sum(_staged(load, kernel, tiles, problem) if exact or found == "wgmma" else WIDTHS["float32"] * m * n * loaded for load in tiled)
     exchanged = width == 4 or spec.dropout > 0 and not exact and (found != "wgmma" or kernel == "keys" or tiles[0] < 64)  # among threads
     more = tiled_loads + (4 * m * n + 4096) * exchanged
     if kernel == "dense":
@@ -114,16 +110,15 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     elif found == "mma" and stages == 1:  # so they do where nothing is copied ahead
         total += inner * max(d, dv)
     elif found == "mma" and exact:
-        gathered = sum(_staged(load, kernel, tiles, problem) for load in across if _is_gathered(load))
+        gathered = sum(_staged(load, kernel, tiles, problem) for load in tiled if is_exchanged(load, kernel, problem))
         tiled_loads, total = tiled_loads - gathered, total - gathered
-        # where rows that average v meet dropout, the loops divide their tiles among warps in two ways
-        divided = outer < _narrowest(kernel, problem) or kernel != "keys" and spec.dropout and spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
-        passing = max(2 * m * n * bool(divided), gathered)
+        passing = max(2 * m * n * _divides(kernel, outer, problem, spec), gathered)
         if kernel == "keys" and spec.dropout:
             passing = max(passing, _random_bits(m, n, warps))
             total += 4 * m * max(1, stages - 1)  # then delta is copied ahead too
-        stored = outer * max(c.width for c in chunks(problem.Dv)) * WIDTHS[problem.v_dtype]  # at most, when nothing else is needed any more
-        return total - tiled_loads + max(tiled_loads, passing) if kernel == "keys" else max(total + passing, stored)
+        if kernel == "keys":
+            return total - tiled_loads + max(tiled_loads, passing)
+        return max(total + passing, _behind_loops(kernel, tiles, problem, spec))
     elif found == "wgmma" and outer >= 64:
         return total + 2048
     staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability[0] in (10, 11) else 0  # tensor memory is filled through it
@@ -131,26 +126,19 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
 
 
 @functools.lru_cache(maxsize=4096)
-def _loop(kernel: str, spec: AttentionSpec, problem: Problem) -> tuple[list[int], list[int], bool, bool]:
-    """(bytes of a row of each piece of a head of q or k, and of v; are there two loops, over full tiles and over those that a mask cuts?; are tensors read across?)."""
+def _loop(kernel: str, spec: AttentionSpec, problem: Problem) -> tuple[list[int], list[int], bool]:
+    """(bytes of a row of each piece of a head of q or k, and of v; are there two loops, over full tiles and over those that a mask cuts?)."""
     rows = [[c.width * WIDTHS[dtype] for c in chunks(head)] for head, dtype in ((problem.D, problem.dtype), (problem.Dv, problem.v_dtype))]
     found = bounds(spec.visible, "i" if kernel == "keys" else "j")
     two = found.has_full and not (found.is_total and (kernel == "keys" or problem.N % BLOCK == 0))
-    return *rows, two, bool(_across(spec))
-
-
-@functools.lru_cache(maxsize=4096)
-def _read(kernel: str, spec: AttentionSpec, cut: bool) -> tuple[str, ...]:
-    """Kinds of what a loop reads at its own index alone. cut: is the mask evaluated in it?"""
-    inner = {"i" if kernel == "keys" else "j"}
-    return tuple(load.kind for load in dict.fromkeys(spec.loads if cut else spec.score.loads) if load.variables & {"i", "j"} == inner)
+    return *rows, two
 
 
 def _vectors(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, cut: bool = True,
              width: int = 0) -> tuple[int, int]:
     """Of vectors that a loop reads: bytes that are copied ahead, integers, taken to have 64 bits, and floats; and bytes that exchange among
     threads what cannot be copied, where each has one element of less than four bytes. width: of a float in bytes, that of q's unless given."""
-    kinds, width, (m, n, warps, stages) = _read(kernel, spec, cut), width or WIDTHS[problem.dtype], tiles
+    kinds, width, (m, n, warps, stages) = vectors(kernel, spec, cut), width or WIDTHS[problem.dtype], tiles
     if not kinds:
         return 0, 0
     inner = m if kernel == "keys" else n
@@ -159,34 +147,36 @@ def _vectors(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, sp
     return inner * ahead * (stages - 1), inner * one * (width if "float" in kinds and width < 4 else "bool" in kinds)
 
 
-@functools.lru_cache(maxsize=4096)
-def _told(kernel: str, spec: AttentionSpec, problem: Problem) -> bool:
-    """In a loop over listed tiles that the mask cuts: does the mask reach the tile's place through a load first? Then the pipeliner sees it as
-    far from all products as q . k does (loadOpToIndLevel in its AssignLatencies.cpp), and a stage reads places ahead; else none does."""
-    inner = "i" if kernel == "keys" else "j"
-    if kernel != "keys" and problem.N % BLOCK:
-        return False  # j < N comes before
-    at = spec.visible
-    if inner not in at.variables:
-        return True  # nothing but tiles does
-    while at.args_() and not isinstance(at, Load):
-        at = next(x for x in at.args_() if inner in x.variables) if inner in at.variables else Const(0)
-    return isinstance(at, Load)
+def _behind_loops(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, hopper: bool = False) -> int:
+    """At most, when nothing else is needed any more: results on their way to memory; in the forward kernel also the loop, without a list, in which
+    rows that see no key average v: its tiles, and the weights where it divides tiles among warps in another way."""
+    m, n, warps, stages = tiles
+    widest, width = max(c.width for c in chunks(problem.Dv)), WIDTHS[problem.v_dtype]
+    stored = m * widest * width * (kernel != "keys")
+    if kernel != "forward" or not averages(spec, problem):
+        return stored
+    older = not hopper or m < 64
+    weights = 2 * m * n * (older and 2 * m <= warps * widest)
+    read = sum(_staged(load, kernel, tiles, problem) for load in spec.empty_over.loads if {"i", "j"} <= load.variables)
+    return max(stored, weights + (stages - older) * (n * padded(problem.Dv) * width + 8 * hopper) + read)
 
 
 def _stacked(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, listed: bool, packed: bool,
              descriptors: bool) -> int:
     """On Hopper: the buffers of the loops, over full tiles and over those that a mask cuts, and what the program holds throughout."""
     m, n, warps, stages = tiles
-    q, v, two, across = _loop(kernel, spec, problem)
+    q, v, two = _loop(kernel, spec, problem)
     keys = kernel == "keys"
     outer = n if keys else m
     older = outer < 64  # products whose operands come from registers
     two |= listed
-    told = listed and stages > 2  # the first stage reads where the tile is
-    cut = _ring(kernel, (m, n, warps, stages - (told and _told(kernel, spec, problem))), problem, spec, True, descriptors)
-    cut += [(4, 16)] * (told and _told(kernel, spec, problem))
-    full = _ring(kernel, (m, n, warps, stages - told), problem, spec, False, descriptors) + [(4, 16)] * told if listed or two and spec.visible.loads else cut
+
+    def ring(where: bool) -> list[tuple[int, int]]:
+        places = listed and stages > 2 and told(kernel, spec, problem, where, warps * 32 == (m if keys else n))  # read by the first stage
+        return _ring(kernel, (m, n, warps, stages - places), problem, spec, where, descriptors) + [(4, 16)] * places
+
+    cut = ring(True)
+    full = ring(False) if listed or two and spec.visible.loads else cut
     held = [(outer * row, 16 if older else min(1024, 8 * row)) for row in (q if kernel == "forward" else q + v)]
     if two and older and descriptors and not packed and kernel != "rows" and not (keys and max(problem.D, problem.Dv) > 128):
         held = []  # what TMA reads, as `backward.keys_kernel` says, is in registers before the first
@@ -211,18 +201,18 @@ def _ring(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec:
           descriptors: bool) -> list[tuple[int, int]]:
     """On Hopper: (bytes, alignment) of a loop's buffers. cut: is the mask evaluated in it?"""
     m, n, warps, stages = tiles
-    q, v, *_ = _loop(kernel, spec, problem)
+    q, v, _ = _loop(kernel, spec, problem)
     ahead, exchanged = _vectors(kernel, tiles, problem, spec, cut)
     keys = kernel == "keys"
     inner, outer = (m, n) if keys else (n, m)
     older = outer < 64
     copies = stages - 1 if older else stages  # a tile is free when it has been read
     ring = [(copies * inner * row, 16 if older else min(1024, 8 * row)) for row in q + v]
-    divided = older and outer < _narrowest(kernel, problem)
+    divided = older and _divides(kernel, outer, problem, spec, cut)
     exchanged = [2 * m * n * divided, exchanged]  # one after the other
-    for load in _across(spec, cut):
+    for load in across(spec, cut):
         staged = _staged(load, kernel, tiles, problem)
-        if keys or _is_gathered(load):
+        if keys or is_exchanged(load, kernel, problem):
             exchanged.append(staged)
         else:
             ring.append((staged, 16))
@@ -268,7 +258,7 @@ def _in_turn(tiles: tuple[int, int, int, int], problem: Problem, spec: Attention
     """The kernel over keys with one stage, on matrix units that take operands from registers: a tile of q lies there for two products, then one
     of dO, each exchanged among threads besides, as the transposed operand. staged: bytes that exchange tensors read across."""
     m, n, warps, _ = tiles
-    q, v, _, _ = _loop("keys", spec, problem)
+    q, v, _ = _loop("keys", spec, problem)
     divided = n < _narrowest("keys", problem)  # then each warp holds few rows of such an operand, and weights are exchanged too
     # rows that a thread holds before as after are exchanged in two halves
     exchanged = lambda row: m * row // (2 if not divided and 32 * warps * 16 // row < m else 1)
@@ -286,6 +276,12 @@ def _narrowest(kernel: str, problem: Problem) -> int:
     return min(c.width for c in chunks(problem.Dv if kernel == "forward" else problem.D))
 
 
+def _divides(kernel: str, outer: int, problem: Problem, spec: AttentionSpec, cut: bool = True) -> bool:
+    """Do weights pass through shared memory? Also where rows that average v meet dropout: loops divide their tiles among warps in two ways, so
+    that the one before, in which the mask is evaluated, exchanges its."""
+    return outer < _narrowest(kernel, problem) or cut and kernel != "keys" and spec.dropout > 0 and averages(spec, problem)
+
+
 def _random_bits(m: int, n: int, warps: int) -> int:
     """Of dropout in the kernel over keys, whose tile is drawn as other kernels see it, then transposed: what the warps, 16 keys each, have at once."""
     return 2 * m * min(n, 16 * warps)
@@ -295,7 +291,7 @@ def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: 
     """Of a tensor with an element for every query and key: tiles in flight, or what exchanges them among threads, 16 bytes of each at a time.
     width: of a float in bytes, that of q's unless given."""
     m, n, warps, stages = tiles
-    if kernel != "dense" and _is_gathered(load):
+    if kernel != "dense" and is_gathered(load):
         inner, outer = (m, n) if kernel == "keys" else (n, m)
         return outer * max(4 * min(inner, 32), (width or WIDTHS[problem.dtype]) * inner)
     if load.kind == "int" or load.index[-1] != Var("j") or kernel == "dense" and load.kind == "bool":
@@ -303,6 +299,8 @@ def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: 
     width = 1 if load.kind == "bool" else width or WIDTHS[problem.dtype]
     if kernel == "keys":  # transposed on the way; booleans all at once
         return m * n if width == 1 else min(512 * warps, width * m * n)
+    if width < 4 and is_exchanged(load, kernel, problem):  # at most: the scores in float32, since elements lie among threads as they are read
+        return m * n * (1 if width == 1 and kernel == "rows" else 4)
     return width * m * n * max(1, stages - 1)
 
 
@@ -310,15 +308,8 @@ def wider_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem,
     """What more is needed if captured tensors are float32, which a plan is not told."""
     if kernel == "dense":
         return 0
-    vectors = _vectors(kernel, tiles, problem, spec, width=4)[0] - _vectors(kernel, tiles, problem, spec)[0]
-    return vectors + sum(_staged(load, kernel, tiles, problem, 4) - _staged(load, kernel, tiles, problem) for load in _across(spec))
-
-
-@functools.cache
-def _is_gathered(load: Load) -> bool:
-    """Is a table read at a position that each element computes? Then values come through registers; 32 of a row are exchanged at once."""
-    return load.kind == "float" and not any({"i", "j"} & x.variables for x in load.index if isinstance(x, Var)) and all(
-        not {"i", "j"} & inner.variables for x in load.index for inner in x.loads)
+    wider = _vectors(kernel, tiles, problem, spec, width=4)[0] - _vectors(kernel, tiles, problem, spec)[0]
+    return wider + sum(_staged(load, kernel, tiles, problem, 4) - _staged(load, kernel, tiles, problem) for load in across(spec))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -328,7 +319,7 @@ def _is_known(spec: AttentionSpec, problem: Problem) -> bool:
         return False
     tiled = lambda load: load.kind != "int" and load.index[-1] == Var("j")
     plain = lambda load: len(load.variables & {"i", "j"}) < 2 and all(isinstance(x, Var) or not x.variables & {"i", "j"} for x in load.index)
-    return all(tiled(load) or _is_gathered(load) if {"i", "j"} <= load.variables else plain(load) for load in spec.loads)
+    return all(tiled(load) or is_gathered(load) if {"i", "j"} <= load.variables else plain(load) for load in spec.loads)
 
 
 REGISTERS = {
@@ -347,9 +338,9 @@ LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
 def _element(kernel: str, spec: AttentionSpec) -> tuple[float, float]:
     """Of `REGISTERS`, by the spec alone: for each element of a tile of scores, and for queries that share keys."""
     _, _, scores, steps, loads, random, _, shared, *_ = REGISTERS[kernel]
-    across = _across(spec)
-    addresses = any(load.index[-1] != Var("j") for load in across)  # of each element
-    each = scores + steps * has_steps(spec) + loads * bool(across) + 4 * addresses + random * (spec.dropout > 0)
+    tiled = across(spec)
+    addresses = any(load.index[-1] != Var("j") for load in tiled)  # of each element
+    each = scores + steps * has_steps(spec) + loads * bool(tiled) + 4 * addresses + random * (spec.dropout > 0)
     return each, shared * (spec.is_masked and grouped(spec))
 
 
