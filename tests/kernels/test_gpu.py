@@ -122,6 +122,21 @@ def test_dropout_beside_a_function(kind, head, dtype):
 
 
 @HOPPER
+@pytest.mark.parametrize("variant, head, length", [("dropout", 256, 1024), ("dropout", 208, 328), ("dropout", 40, 1024), ("dropout_padding", 256, 321)])
+@pytest.mark.parametrize("kind", ["self", "gqa"])
+def test_dropout_where_registers_are_few(variant, kind, head, length):
+    """Heads above 192, and of several pieces."""
+    with overridden(schedule="hopper"):
+        run(spec(MORE[variant], kind), problem(kind, head, "bfloat16", M=length), "cuda").within_budget()
+
+
+@pytest.mark.parametrize("variant, kind, head", [("softcap", "gqa", 160), ("dropout", "gqa", 176), ("causal", "self", 224), ("padding", "gqa", 240), ("full", "gqa", 256)])
+def test_wide_heads_of_uneven_pieces(variant, kind, head):
+    with overridden(schedule="triton"):
+        run(spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=321), "cuda").within_budget()
+
+
+@HOPPER
 @pytest.mark.parametrize("variant, kind, head, length", [("full", "self", 64, 1000), ("causal", "gqa", 40, 1024), ("window", "self", 32, 321), ("softcap", "self", 64, 1000), ("softcap", "gqa", 64, 257)])
 def test_three_warpgroups(variant, kind, head, length):
     with overridden(schedule="hopper", forward=(192, 128, 12, 2)):
