@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import typer
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flashfx
@@ -97,6 +98,19 @@ def test_a_peer_that_fails_is_a_row_that_says_why():
     assert lines(rows, ["flash", "flashfx"], ["both"])[0].split()[-4:] == ["-", "2", "-", "-"]
     shown = "\n".join(summary(rows, ["both"]))
     assert f"no number for flash (t5 d=16 N={N}): scaled_dot_product_attention cannot say it" in shown
+
+
+def test_a_peer_that_ends_the_gpus_context_ends_the_run_with_what_there_is(monkeypatch, tmp_path, capsys):
+    """As FlexAttention does on a tensor of more than 2**31 elements."""
+    from flashfx.bench import command
+    monkeypatch.setattr(command, "is_lost", lambda device: True)
+    monkeypatch.setattr(command, "measure", lambda name, peer, *_: replace(measure(name, peer, shape(VARIANTS[name]), ("forward",), False), failed="illegal access" * (peer == "flex")))
+    path = tmp_path / "rows.json"
+    with pytest.raises(typer.Exit) as stopped:
+        command.attention("full,causal", "48", "16", passes="forward", peers="flashfx,flex", device="cpu", json_path=str(path))
+    said = capsys.readouterr()
+    assert stopped.value.exit_code == 1 and "flex (full d=16 N=48) left the GPU unusable" in said.err and "causal" not in said.out
+    assert [row["peer"] for row in json.loads(path.read_text())["rows"]] == ["flashfx", "flex"]
 
 
 def test_rooflines():

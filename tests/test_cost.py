@@ -16,10 +16,10 @@ from flashfx.codegen.candidates import ask, ranked
 from flashfx.codegen.gpu import BY_NAME, GPUS
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.rates import RATES
-from flashfx.codegen.tiles import classify
+from flashfx.codegen.tiles import CUT, classify, estimate
 from flashfx.region import Problem
 
-from .kernels.cases import CORE, MORE, problem, spec
+from .kernels.cases import CORE, MORE, Variant, problem, spec
 
 DATA = Path(__file__).parent / "data" / "h200_attention.json"
 
@@ -252,3 +252,19 @@ def test_nothing_costs_a_launch(extents, M):
         plan = make_plan(spec(CORE["causal"]), p, BY_NAME["H200"], direction)
         assert cost.moved(spec(CORE["causal"]), p, plan) == 0
         assert all(c.seconds == cost.LAUNCH for c in cost.predict(spec(CORE["causal"]), p, plan))
+
+
+@pytest.mark.parametrize("variant", ["lengths", "documents", "additive_mask"])
+def test_masks_that_the_data_decide_get_the_faster_forward(variant):
+    """On an H200 at head size 64, N = 4096, the Hopper schedule had 450, 190 and 280 TFLOP/s, the portable one 397, 175 and 240."""
+    p = Problem((4, 32), 4096, 4096, 64, 64, "bfloat16", "bfloat16")
+    assert make_plan(spec(MORE[variant] if variant in MORE else CORE[variant]), p, BY_NAME["H200"], "forward").schedule == "hopper"
+
+
+def test_tiles_that_the_data_may_cut_are_taken_to_be_cut_in_part():
+    """Whatever they may cut, as many tiles are visited; where the data cut none, nothing changes."""
+    counted = lambda text: estimate(spec(Variant(("ids: int[1]",), where=text)).visible, 128, 128, 4096, 4096, (("b", 0), ("h", 0)))
+    full, partial = counted("j <= i")
+    assert (full, partial) == (31 * 32 / 2, 32)
+    assert counted("(j <= i) & (ids[i] == ids[j])") == (full * (1 - CUT), partial + full * CUT)
+    assert counted("j < ids[b]") == (1024 * (1 - CUT), 1024 * CUT)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from .measure import PASSES, clocks, measure
+from .measure import PASSES, clocks, is_lost, measure
 from .peers import PEERS
 from .table import PLAIN, head, lines, summary
 from .table import plot as draw
@@ -92,7 +92,7 @@ def attention(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     title = device_line(where)
     print(f"{title}{', CUDA graphs' if graph else ''}\n{head(who, plain)}", flush=True)
-    rows, plainly = [], functools.cache(lambda name, shape: measure(name, "flashfx", shape, which, False, graph))
+    rows, ended, plainly = [], "", functools.cache(lambda name, shape: measure(name, "flashfx", shape, which, False, graph))
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("", total=len(names) * len(sizes) * len(lengths) * len(who))
         for name in names:
@@ -102,14 +102,19 @@ def attention(
                     share = group or VARIANTS[name].kv_ratio
                     shape = Shape(max(1, tokens // n), count, max(1, count // share), n, d, dv, DTYPES[dtype], where)
                     together = []
-                    for peer in who:
+                    for peer in who if not ended else ():
                         progress.update(task, description=f"{name} d={d} N={n} {peer}")
                         together.append(measure(name, peer, shape, which, check, graph))
                         progress.advance(task)
-                    if plain:
+                        if together[-1].failed and is_lost(where):
+                            ended = f"{peer} ({name} d={d} N={n}) left the GPU unusable for this process, nothing was measured after it: " \
+                                    "run the rest without it (--peers) or without that workload (--variant, --length)"
+                            break
+                    if plain and not ended:
                         together.append(replace(together[0], peer=PLAIN, ms={}, tflops=plainly(*plain_workload(name, shape)).tflops, error=None, failed=""))
                     rows += together
-                    print("\n".join(lines(together, who, which)), flush=True)
+                    if together:
+                        print("\n".join(lines(together, who, which)), flush=True)
     print("\n".join(summary(rows, which)), flush=True)
     if now := clocks(where):
         print(f"[{now}]")
@@ -118,6 +123,9 @@ def attention(
             json.dump({"device": title, "rows": [r.as_dict() for r in rows]}, file, indent=1)
     if plot:
         draw(rows, which, plot, title)
+    if ended:
+        print(ended, file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()

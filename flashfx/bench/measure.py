@@ -181,6 +181,17 @@ def errors(variant: Variant, shape: Shape, found: list[torch.Tensor], qkv, grad_
     return worst(mine), worst(eager)
 
 
+def is_lost(device: torch.device) -> bool:
+    """Has a kernel's illegal access ended what this process can do on the GPU?"""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True, graph: bool = False) -> Row:
     """One row; whatever the peer raises ends up in `failed`. graph: the time of CUDA graphs of the calls."""
     variant = VARIANTS[variant_name]
