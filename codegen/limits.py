@@ -47,7 +47,7 @@ def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
 def is_uneven(problem: Problem) -> bool:
     """Are heads wide, and in pieces of which some are narrow? On Hopper, backward's tiles of fewer than 64 rows then spill thousands of bytes."""
     head = max(problem.D, problem.Dv)
-    return head > 128 and min(c.width for c in chunks(head)) < 64
+    return head > 128 and padded(head) % 64 > 0
 
 
 def has_relative(spec: AttentionSpec) -> bool:
