@@ -8,17 +8,17 @@ from __future__ import annotations
 from ...expr import Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Site, count, decode, matrix, pieces
+from ..parts import LOG2E, Site, count, matrix, pieces
 from ..philox import kept_scale, threshold
-from ..program import Program, local
+from ..program import Program
 from ..writer import Kernel, Writer
 from .ends import ended, warpgroup_score
 from .forward import is_finite
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_locate import locate_rows, worked_out
+from .hopper_locate import crowded, locate_rows, worked_out
 from .hopper_vectors import PLACES, SCALAR, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows
 from .hopper_vectors import reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, compares, is_crowded, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
+from .hopper import ROWS, barriers, block_shape, compares, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
 from .hopper import tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -52,8 +52,8 @@ def forward_kernel(site: Site) -> Kernel:
                                            {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS})
                              | tile_arguments(site, ROWS, "BLOCK_N"),
                              ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD", [*worked_out(site), *(["lists", "list_length"] if site.listed else [])])
-    out, crowded = kernel.body, is_crowded(spec, max(site.D, site.Dv))
-    if not crowded:
+    out = kernel.body
+    if not crowded(site):
         out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
         if spec.dropout:
             out.assign("seed", "tl.load(Seed)")
@@ -75,7 +75,7 @@ def forward_kernel(site: Site) -> Kernel:
     out.line("fence_async_shared()")
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
     attend, producer = _attend(site, partial, call, returns), _load_tiles(site, call, returns)
-    registers, few = READING if warpgroups == 2 and (crowded or by_hand(site) and not spec.dropout) else REGISTERS[warpgroups]
+    registers, few = READING if warpgroups == 2 and (crowded(site) or by_hand(site) and not spec.dropout) else REGISTERS[warpgroups]
     kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
     return kernel
 
@@ -333,7 +333,7 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
 def _weights(site: Site, out: Writer) -> None:
     """p as the left operand of P V, in registers."""
     if site.spec.dropout:
-        seed = "tl.load(Seed)" if is_crowded(site.spec, max(site.D, site.Dv)) else "seed"
+        seed = "tl.load(Seed)" if crowded(site) else "seed"
         out.assign("bits", f"random_bits({seed}, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
         out.assign("p", f"kept(p, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:

@@ -13,7 +13,8 @@ L2_KIB = 12 * 1024
 """Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
 
 
-def _crowded(site: Site) -> bool:
+def crowded(site: Site) -> bool:
+    """As `hopper.is_crowded`."""
     return is_crowded(site.spec, max(site.D, site.Dv))
 
 
@@ -28,7 +29,7 @@ def _key_bytes(site: Site) -> int:
 
 def worked_out(site: Site) -> dict[str, str]:
     """Arguments that the host works out where registers are few: all that is made of sizes."""
-    if not _crowded(site):
+    if not crowded(site):
         return {}
     tiles, all = "triton.cdiv(M, FORWARD['BLOCK_M'])", count(site.spec.axes)
     groups = f"min({all}, triton.cdiv({all} * triton.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
@@ -41,10 +42,10 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
     spec, axes, ends = site.spec, site.spec.axes, site.by_rows
     function = Partition("locate", "A tile of query rows by number: batch index, first row, and the tiles of keys that its rows see.")
     out = function.body
-    if not _crowded(site):
+    if not crowded(site):
         out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
     if _goes_together(site):
-        if not _crowded(site):
+        if not crowded(site):
             out.assign("all", count(axes))
             groups = f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
             out.assign("groups", groups, "of batch indices whose keys and values fit the L2 cache")
