@@ -125,13 +125,13 @@ def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: t
     """
     rows, found = -(-M // BLOCK_M), _sampled(visible, BLOCK_M, M, N, given)
     full = partial = decided = 0
-    for (*ends, sure_lo, sure_hi), times in found.items():
-        start, full_start, full_stop, stop = cut(*ends, BLOCK_N)
+    for (lo, hi, full_lo, full_hi, sure_lo, sure_hi), times in found.items():
+        start, full_start, full_stop, stop = cut(lo, hi, full_lo, full_hi, BLOCK_N)
         known = times * -((full_start - full_stop) // BLOCK_N)
         full += known
         partial -= times * ((start - full_start) // BLOCK_N + (full_stop - stop) // BLOCK_N)
         if visible.loads:
-            _, sure_start, sure_stop, _ = cut(*ends[:2], sure_lo, sure_hi, BLOCK_N)
+            _, sure_start, sure_stop, _ = cut(lo, hi, sure_lo, sure_hi, BLOCK_N)
             decided += max(0, times * -((sure_start - sure_stop) // BLOCK_N) - known)
     share, whole = rows / min(rows, SAMPLES), (1.0 - CUT) * min(partial, decided)
     return (full + whole) * share, (partial - whole) * share
