@@ -12,6 +12,7 @@ from . import cost
 from .gpu import GPU
 from .largest import largest
 from .limits import LIMIT, is_uneven, padded, registers_per_thread, resident, shared_bytes, units, wider_bytes
+from .reads import ROW
 from .schedules import hopper, hopper_memory
 from .split import number
 
@@ -232,8 +233,15 @@ def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tu
 
 @functools.lru_cache(maxsize=4096)
 def rounded(problem: Problem) -> Problem:
-    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …): one choice holds for a range, and dynamic sizes need few kernels."""
+    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …): one choice holds for a range, and dynamic sizes need few kernels. What decides
+    on code and what it needs stays: whether N is a multiple of `BLOCK`, of `ROW` or of neither, and whether there are more queries than keys."""
     def up(size: int) -> int:
         unit = 1 << max(0, size.bit_length() - 2)
         return -(-size // unit) * unit
-    return replace(problem, extents=tuple(map(up, problem.extents)), M=up(problem.M), N=up(problem.N))
+    M, N = up(problem.M), up(problem.N)
+    if N % ROW == 0 and problem.N % ROW:
+        N -= ROW // 2
+    elif N % BLOCK == 0 and problem.N % BLOCK:
+        N -= ROW
+    M = min(M, N) if problem.M <= problem.N else max(M, N + 1)
+    return replace(problem, extents=tuple(map(up, problem.extents)), M=M, N=N)

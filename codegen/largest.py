@@ -11,6 +11,7 @@ from ..spec import AttentionSpec
 from .gpu import GPU
 from .limits import grouped, has_relative, is_heavy, padded, units
 from .parts import chunks
+from .reads import ROW
 
 LARGEST = {
     # (matrix units, kernel, head size up to) -> (BLOCK_M, BLOCK_N, num_warps, num_stages) for simple scores, and for heavy ones
@@ -50,9 +51,9 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     step = 64 if head <= 64 else 128 if head <= 128 else 256
     several = len(chunks(max(problem.D, problem.Dv))) > 1
     if kernel == "dense":
-        return _dense(spec, found, head, several)
+        return _dense(spec, found, head, several, problem.N % ROW > 0)
     tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
-    heavy = is_heavy(spec, kernel) or found == "mma" and kernel != "forward" and tiled
+    heavy = is_heavy(spec, kernel) or found == "mma" and tiled and (kernel != "forward" or problem.N % ROW > 0)
     tiles = LARGEST[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several or gpu.capability[0] == 12)]
     if several and found == "mma":  # an accumulator for each piece of the head: registers run out earlier
         tiles = {("keys", True): (16, 64, 8, 1), ("rows", True): (64, 32, 8, 2), ("forward", True): (64, 32, 8, 2),
@@ -71,10 +72,13 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     return tiles
 
 
-def _dense(spec: AttentionSpec, found: str, head: int, several: bool) -> tuple[int, int, int, int]:
+def _dense(spec: AttentionSpec, found: str, head: int, several: bool, alone: bool) -> tuple[int, int, int, int]:
+    """alone: tensors are read and written element by element."""
     by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
     wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
     tiles = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
         return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found == "fma" else 8, 1)))
+    if found == "wgmma" and head <= 128 and (alone or head <= 64 and grouped(spec) and spec.is_masked):
+        return (64, tiles[1], 8, 1)
     return tiles

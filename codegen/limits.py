@@ -11,7 +11,7 @@ from .gpu import GPU
 from .factors import peel
 from .parts import chunks
 from .ranges import bounds
-from .reads import across, averages, is_exchanged, is_gathered, told, vectors
+from .reads import ROW, across, averages, is_exchanged, is_gathered, told, vectors
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -212,6 +212,8 @@ def _ring(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec:
     exchanged = [2 * m * n * divided, exchanged]  # one after the other
     for load in across(spec, cut):
         staged = _staged(load, kernel, tiles, problem)
+        if is_gathered(load) and older and warps == 8 and kernel != "forward":
+            staged *= 2  # warps share rows, and each has all of them there
         if keys or is_exchanged(load, kernel, problem):
             exchanged.append(staged)
         else:
@@ -332,6 +334,8 @@ REGISTERS = {
 }
 LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
 """Predictions from which on some kernel for sm_90 spilled."""
+ALONE = {"forward": 3.2, "rows": 2.0, "keys": 0.8}
+"""More for each element, where those of a tensor read across come one by one, each with its address."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -340,7 +344,8 @@ def _element(kernel: str, spec: AttentionSpec) -> tuple[float, float]:
     _, _, scores, steps, loads, random, _, shared, *_ = REGISTERS[kernel]
     tiled = across(spec)
     addresses = any(load.index[-1] != Var("j") for load in tiled)  # of each element
-    each = scores + steps * has_steps(spec) + loads * bool(tiled) + 4 * addresses + random * (spec.dropout > 0)
+    bits = 0.7 * (kernel == "keys" and any(load.kind == "bool" for load in tiled))  # a byte each
+    each = scores + steps * has_steps(spec) + loads * bool(tiled) + 4 * addresses + bits + random * (spec.dropout > 0)
     return each, shared * (spec.is_masked and grouped(spec))
 
 
@@ -350,11 +355,14 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     d, dv, threads = padded(problem.D), padded(problem.Dv), 32 * warps
     fixed, accumulators, scores, _, _, _, masked, _, wide, operands, pieces = REGISTERS[kernel]
     each, shared = _element(kernel, spec)
+    alone = problem.N % ROW > 0 and any(load.index[-1] == Var("j") for load in across(spec))
+    each += ALONE.get(kernel, 0.0) * alone
     held = m * dv if kernel == "forward" else n * (d + dv) if kernel == "keys" else m * d if kernel == "rows" else m * n
     inner, rows = (m, n) if kernel == "keys" else (n, m)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
-    found += 6 * bool(spec.visible.loads) + 40 * (kernel == "keys" and d + dv > 448 and grouped(spec) and not spec.is_masked)
+    found += 6 * bool(spec.visible.loads) + (_wide(kernel, spec, problem, d + dv) if d + dv > 256 else 0)
+    found += 44 * (kernel == "keys" and spec.dropout > 0 and any(x.loads for load in spec.score.loads for x in load.index))  # a table that ends
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]
         narrow = 20 + 0.0185 * n * max(d, dv) if min(widths) == 16 and max(widths) > 16 else 0
@@ -367,6 +375,17 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     if rows >= 64:  # warps that divide the columns: what belongs to a row is there several times
         return 1.45 * found + (20 if spec.is_masked or grouped(spec) else 5)
     return found + 80 + 2 * (m * n / threads - 8) + 40 * (spec.dropout > 0 and grouped(spec))  # operands of the older instruction lie in registers
+
+
+def _wide(kernel: str, spec: AttentionSpec, problem: Problem, columns: int) -> float:
+    """More registers where heads are wide: of tensors read one by one; over rows behind the last tile that lengths fill, and of a score that reads
+    numbers; over keys of rows that end where data say, and where queries share keys and nothing is masked."""
+    if kernel == "forward":
+        return 12 * (problem.N % ROW > 0 and len(across(spec)) > 0)
+    if kernel == "rows":
+        return 12 * (problem.N % BLOCK > 0) + 4 * any(not {"i", "j"} <= load.variables for load in spec.score.loads)
+    told = any(not {"i", "j"} & load.variables for load in spec.visible.loads)
+    return 32 * told + 40 * (columns > 448 and grouped(spec) and not spec.is_masked)
 
 
 def resident(gpu: GPU, warps: int, shared: int, registers: float) -> int:

@@ -10,6 +10,10 @@ from ..spec import BLOCK, AttentionSpec, EmptyRow
 from .ranges import never_empty
 
 
+ROW = 16
+"""Rows of so many elements, or a multiple, begin where 16 bytes at a time can be copied: what Triton knows of a stride is that 16 divides it."""
+
+
 @functools.lru_cache(maxsize=1024)
 def across(spec: AttentionSpec, cut: bool = True) -> tuple[Load, ...]:
     """Reads of tensors with an element for every query and key. cut: is the mask evaluated?"""
@@ -31,8 +35,8 @@ def is_gathered(load: Load) -> bool:
 
 
 def is_exchanged(load: Load, kernel: str, problem: Problem) -> bool:
-    """Do values of a tensor read across come through registers? So they do, one by one, where its rows are of no multiple of 16 elements."""
-    return is_gathered(load) or kernel in ("forward", "rows") and problem.N % 16 > 0
+    """Do values of a tensor read across come through registers? So they do, one by one, where its rows are of no multiple of `ROW` elements."""
+    return is_gathered(load) or kernel in ("forward", "rows") and problem.N % ROW > 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,8 +45,8 @@ TRAINED = {(64, "ended", "self"): 16, (64, "ended", "gqa"): 24, (64, "padded_bia
 """Bytes that the Hopper backward spills between tiles of keys where captured tensors are trained; 0 for all others."""
 
 
-def builds(arch, dtype, head, variant, kind):
-    p = problem(kind, head, dtype, M=1024, heads=4)
+def builds(arch, dtype, head, variant, kind, M=1024):
+    p = problem(kind, head, dtype, M=M, heads=4)
     for report, plan in compile_all(spec(ALL[variant], kind), p, BY_ARCH[arch]):
         if plan is not None:
             assert report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block, report
@@ -169,6 +169,21 @@ PORTABLE_ON_HOPPER = [("bfloat16", 64, "full", "self"), ("bfloat16", 128, "causa
 def test_the_portable_schedule_builds_for_hopper(dtype, head, variant, kind):
     with overridden(schedule="triton"):
         builds("sm_90", dtype, head, variant, kind)
+
+
+@pytest.mark.parametrize("arch, variant, kind", [("sm_80", "bool_mask", "self"), ("sm_89", "bool_mask", "self"), ("sm_80", "bias", "gqa")])
+def test_tensors_are_read_element_by_element_without_spilling(arch, variant, kind):
+    """Their rows are of no multiple of 16 elements."""
+    builds(arch, "bfloat16", 128, variant, kind, 1000)
+
+
+@pytest.mark.parametrize("head, variant, kind", [
+    (128, "bias", "self"), (128, "bool_mask", "self"), (64, "shared_bias", "gqa"), (128, "shared_bias", "gqa"), (256, "bias", "self"), (256, "padding", "self"),
+    (256, "full", "gqa")])
+def test_the_portable_schedule_builds_for_hopper_at_lengths_that_no_tile_divides(head, variant, kind):
+    """Tensors are read across element by element, and what waits for the last tile needs shared memory."""
+    with overridden(schedule="triton"):
+        builds("sm_90", "bfloat16", head, variant, kind, 1000)
 
 
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])

@@ -15,7 +15,7 @@ from flashfx.codegen import candidates, cost, gpu, load, triton_host
 from flashfx.codegen.blocks import pays
 from flashfx.codegen.candidates import rounded
 from flashfx.codegen.factors import by_vectors, gathered, peel
-from flashfx.codegen.limits import LIMIT, registers_per_thread, units
+from flashfx.codegen.limits import LIMIT, registers_per_thread, shared_bytes, units
 from flashfx.codegen.packing import packed_axes
 from flashfx.codegen.parts import chunks
 from flashfx.codegen.plan import DIRECTIONS, MARGIN, SCHEDULES, make_plan, overridden, why_not_hopper
@@ -39,7 +39,8 @@ def test_every_plan_fits(row, head, dtype):
     for name in ("full", "causal", "window", "bias", "dropout", "softcap"):
         for direction in DIRECTIONS:
             try:
-                plan = make_plan(spec(ALL[name]), problem("self", head, dtype, M=1024), row, direction)
+                p = problem("self", head, dtype, M=1024)
+                plan = make_plan(spec(ALL[name]), p, row, direction)
             except PlanError as error:
                 assert "bfloat16" in str(error) or "shared memory" in str(error)
                 assert row.capability < (8, 0) or row.vendor == "AMD", f"every card from Ampere on runs every head size: {error}"
@@ -50,10 +51,32 @@ def test_every_plan_fits(row, head, dtype):
                     assert row.capability == (9, 0) and part.BLOCK_M % hopper.ROWS == 0 and part.BLOCK_N & (part.BLOCK_N - 1) == 0
                     assert 65536 >= part.options["maxnreg"] * 32 * (part.num_warps + 4)
                     continue
-                p = problem("self", head, dtype)
                 if units(p, row) == "wgmma" and part.kernel != "dense":
                     assert registers_per_thread(part.kernel, part.tiles, p, spec(ALL[name])) <= LIMIT[part.kernel]
                 assert all(n >= 16 and n & (n - 1) == 0 for n in (part.BLOCK_M, part.BLOCK_N)) and max(part.BLOCK_M, part.BLOCK_N) <= 128
+
+
+@pytest.mark.parametrize("card", ["H200", "B200", "A100", "RTX 4090"])
+@pytest.mark.parametrize("head", [64, 80, 128, 192, 256])
+def test_plans_fit_lengths_that_no_tile_divides(card, head):
+    """A plan is chosen for a range of lengths: what it says of shared memory holds for each of them."""
+    row = gpu.BY_NAME[card]
+    for (name, variant), N, listed in itertools.product(ALL.items(), (100, 1000, 1008, 8190), (False, True)):
+        s, p = spec(variant), Problem((2, 16), N, N, head, head, "bfloat16", "bfloat16")
+        for direction in DIRECTIONS:
+            plan = make_plan(s, p, row, direction, listed=listed)
+            for part in (p for p in (plan, plan.rows) if p and p.schedule == "triton"):
+                taken = shared_bytes(part.kernel, part.tiles, p, s, row, part.listed, bool(part.packed), part.descriptors)
+                assert taken <= part.shared <= row.shared_per_block, (name, N, listed, part, taken)
+
+
+@pytest.mark.parametrize("size, same", [(1, 1), (5, 6), (13, 8), (16, 16), (24, 24), (100, 120), (112, 112), (128, 128), (1000, 1016), (1008, 1008), (1024, 1024),
+                                        (1025, 1528), (1040, 1520), (1152, 1536), (65537, 98296)])
+def test_a_range_of_lengths_holds_what_needs_the_same(size, same):
+    p = rounded(problem(M=size, N=size))
+    assert (p.M, p.N) == (same, same) and (p.N % 128 == 0, p.N % 16 == 0) == (size % 128 == 0, size % 16 == 0)
+    more, fewer = rounded(problem(M=size + 1, N=size)), rounded(problem(M=size, N=size + 1))
+    assert more.M > more.N and fewer.M <= fewer.N
 
 
 def test_what_cannot_fit_raises():

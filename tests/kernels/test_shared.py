@@ -167,6 +167,11 @@ def test_no_more_shared_memory_than_predicted(turn, found):
     check_some(found, 2, turn, ("triton",), exact=False)
 
 
+def test_tables_of_wide_heads_take_no_more_than_predicted():
+    """Eight warps share 32 rows: two of each four hold the same, and all of it lies there."""
+    Case("sm_90", "ended", head=256).check("triton", {"keys": (64, 32, 8, 3), "rows": (32, 64, 8, 3)}, exact=False)
+
+
 PAIR = [
     # the warp-specialised pair: lists, vectors that one warp reads for the others, rows that average v, tensors read element by element, tables
     Case("sm_90", "documents", head=128, listed=True), Case("sm_90", "documents", "gqa", 64), Case("sm_90", "padding", "gqa", 128, listed=True),
