@@ -28,7 +28,8 @@ Tiles = tuple[int, int, int, int]
 class Asked:
     """For what tiles are wanted: one kernel of a schedule. `ask` makes one.
 
-    problem      sizes, rounded
+    problem      sizes, as `representative`
+    sizes        those that the cost model is told
     listed       the mask's run-time summary says which tiles to visit
     tiled        captured tensors of which the Hopper schedules read tiles by TMA
     packed       heads that share keys are rows of one tile
@@ -39,6 +40,7 @@ class Asked:
     kernel: str
     spec: AttentionSpec
     problem: Problem
+    sizes: Problem
     gpu: GPU
     listed: bool = False
     tiled: tuple[str, ...] = ()
@@ -47,7 +49,7 @@ class Asked:
 
     @functools.cached_property
     def known(self) -> cost.Facts:
-        return cost.facts(self.spec, self.problem).packed(self.packed)
+        return cost.facts(self.spec, self.sizes).packed(self.packed)
 
     @functools.cached_property
     def units(self) -> str:
@@ -65,8 +67,8 @@ class Asked:
 
 
 def ask(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU, **more) -> Asked:
-    """For what tiles are wanted, at `rounded` sizes: one answer holds for a range of them. more: as `Asked`."""
-    return Asked(schedule, kernel, spec, rounded(problem), gpu, **more)
+    """For what tiles are wanted: one answer holds for a range of sizes. more: as `Asked`."""
+    return Asked(schedule, kernel, spec, representative(problem), rounded(problem), gpu, **more)
 
 
 @dataclass(frozen=True)
@@ -233,15 +235,21 @@ def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tu
 
 @functools.lru_cache(maxsize=4096)
 def rounded(problem: Problem) -> Problem:
-    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …): one choice holds for a range, and dynamic sizes need few kernels. What decides
-    on code and what it needs stays: whether N is a multiple of `BLOCK`, of `ROW` or of neither, and whether there are more queries than keys."""
+    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …): one choice holds for a range, and dynamic sizes need few kernels."""
     def up(size: int) -> int:
         unit = 1 << max(0, size.bit_length() - 2)
         return -(-size // unit) * unit
-    M, N = up(problem.M), up(problem.N)
+    return replace(problem, extents=tuple(map(up, problem.extents)), M=up(problem.M), N=up(problem.N))
+
+
+@functools.lru_cache(maxsize=4096)
+def representative(problem: Problem) -> Problem:
+    """Of the problems that one choice holds for. As `rounded`, but what decides on code and what it needs stays: whether N is a multiple of `BLOCK`, of
+    `ROW` or of neither, and whether there are more queries than keys."""
+    found = rounded(problem)
+    M, N = found.M, found.N
     if N % ROW == 0 and problem.N % ROW:
-        N -= ROW // 2
+        N -= 1
     elif N % BLOCK == 0 and problem.N % BLOCK:
         N -= ROW
-    M = min(M, N) if problem.M <= problem.N else max(M, N + 1)
-    return replace(problem, extents=tuple(map(up, problem.extents)), M=M, N=N)
+    return replace(found, M=min(M, N) if problem.M <= problem.N else max(M, N + 1), N=N)

@@ -79,6 +79,6 @@ def _dense(spec: AttentionSpec, found: str, head: int, several: bool, alone: boo
     tiles = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
         return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found == "fma" else 8, 1)))
-    if found == "wgmma" and head <= 128 and (alone or head <= 64 and grouped(spec) and spec.is_masked):
+    if found == "wgmma" and head <= 128 and (head > 64 and alone or tiles[1] == 64 and (alone or head <= 64 and grouped(spec) and spec.is_masked)):
         return (64, tiles[1], 8, 1)
     return tiles

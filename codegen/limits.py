@@ -334,8 +334,9 @@ REGISTERS = {
 }
 LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
 """Predictions from which on some kernel for sm_90 spilled."""
-ALONE = {"forward": 3.2, "rows": 2.0, "keys": 0.8}
-"""More for each element, where those of a tensor read across come one by one, each with its address."""
+ALONE = 96
+"""Of a thread, elements of the output and of a tile of scores: from so many on forward and rows spill where tensors are read across element by
+element, hundreds of bytes in the most of 64 builds; with fewer none did."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -356,13 +357,15 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     fixed, accumulators, scores, _, _, _, masked, _, wide, operands, pieces = REGISTERS[kernel]
     each, shared = _element(kernel, spec)
     alone = problem.N % ROW > 0 and any(load.index[-1] == Var("j") for load in across(spec))
-    each += ALONE.get(kernel, 0.0) * alone
+    each += 0.8 * (alone and kernel == "keys")
     held = m * dv if kernel == "forward" else n * (d + dv) if kernel == "keys" else m * d if kernel == "rows" else m * n
     inner, rows = (m, n) if kernel == "keys" else (n, m)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += 6 * bool(spec.visible.loads) + (_wide(kernel, spec, problem, d + dv) if d + dv > 256 else 0)
+    found += 26 * (kernel == "keys" and spec.is_masked and not spec.visible.loads and len(across(spec, False)) > 0)  # two loops with a tensor's tile
     found += 44 * (kernel == "keys" and spec.dropout > 0 and any(x.loads for load in spec.score.loads for x in load.index))  # a table that ends
+    found += 100 * (alone and kernel in ("forward", "rows") and held + m * n >= ALONE * threads)
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]
         narrow = 20 + 0.0185 * n * max(d, dv) if min(widths) == 16 and max(widths) > 16 else 0
@@ -378,10 +381,10 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
 
 
 def _wide(kernel: str, spec: AttentionSpec, problem: Problem, columns: int) -> float:
-    """More registers where heads are wide: of tensors read one by one; over rows behind the last tile that lengths fill, and of a score that reads
-    numbers; over keys of rows that end where data say, and where queries share keys and nothing is masked."""
+    """More registers of backward where heads are wide: over rows behind the last tile that lengths fill, and of a score that reads numbers; over keys of
+    rows that end where data say, and where queries share keys and nothing is masked."""
     if kernel == "forward":
-        return 12 * (problem.N % ROW > 0 and len(across(spec)) > 0)
+        return 0
     if kernel == "rows":
         return 12 * (problem.N % BLOCK > 0) + 4 * any(not {"i", "j"} <= load.variables for load in spec.score.loads)
     told = any(not {"i", "j"} & load.variables for load in spec.visible.loads)

@@ -17,7 +17,7 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
-from .candidates import Asked, Candidate, ask, bounded, chosen, fits, predicted, rounded
+from .candidates import Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
 from .gpu import GPU
 from .packing import packed_axes
 from .limits import has_relative, registers_per_thread, resident, shared_bytes, units
@@ -34,7 +34,7 @@ OVERRIDE: dict[str, tuple[int, int, int, int] | str | int] = {}
 PINNED: dict[tuple[AttentionSpec, str], dict] = {}
 """(spec, direction) -> what `overridden` takes; set by `tuning.pin`."""
 TUNED: dict[tuple[AttentionSpec, Problem, str], dict] = {}
-"""(spec, rounded problem, direction) -> what `overridden` takes; set by `tuning.tune`."""
+"""(spec, representative problem, direction) -> what `overridden` takes; set by `tuning.tune`."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, not {direction!r}")
-    kept = None if OVERRIDE else PINNED.get((spec, direction)) or TUNED and TUNED.get((spec, rounded(problem), direction))
+    kept = None if OVERRIDE else PINNED.get((spec, direction)) or TUNED and TUNED.get((spec, representative(problem), direction))
     if kept:
         with overridden(**kept):
             return replace(make_plan(spec, problem, gpu, direction, descriptors, listed, needs, tiled), reason="pinned, or measured by autotune")

@@ -19,7 +19,7 @@ import torch
 from ..region import Problem
 from ..spec import AttentionSpec
 from . import plan as planning
-from .candidates import ask, ranked, rounded
+from .candidates import ask, ranked, representative
 from .gpu import GPU
 from .load import cache_dir, load
 from .packing import packed_axes
@@ -59,7 +59,7 @@ def tune(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device, 
     """Find the fastest plan of each direction, in the cache or by measuring, and pin it for this process. given: as `make_plan` takes it."""
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     for direction in directions:
-        if (spec, rounded(problem), direction) in planning.TUNED or (spec, direction) in planning.PINNED:
+        if (spec, representative(problem), direction) in planning.TUNED or (spec, direction) in planning.PINNED:
             continue
         key, known = _key(spec, problem, gpu, direction, given), _read()
         if key not in known:
@@ -69,7 +69,7 @@ def tune(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device, 
             _write(known)
             tiles = "".join(f", {k}={tuple(v)}" for k, v in found.items() if k != "schedule")
             say(f"flashfx autotune: kept; to pin it: flashfx.codegen.tuning.pin({spec.line!r}, {direction!r}, {found['schedule']!r}{tiles})")
-        planning.TUNED[spec, rounded(problem), direction] = {k: v if k == "schedule" else tuple(v) for k, v in known[key].items()}
+        planning.TUNED[spec, representative(problem), direction] = {k: v if k == "schedule" else tuple(v) for k, v in known[key].items()}
 
 
 def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, given: Mapping) -> list[dict]:
@@ -131,8 +131,8 @@ def fastest(times: Mapping[tuple, float]) -> dict:
 def _key(spec, problem, gpu, direction, given) -> str:
     import triton
     plan = make_plan(spec, problem, gpu, "forward", **{k: v for k, v in given.items() if k != "needs"})
-    kernels = render(spec, plan, rounded(problem), given["needs"] if direction == "backward" else (False,) * len(given["needs"])).text
-    parts = (gpu.name, torch.__version__, triton.__version__, spec.line, rounded(problem), direction, sorted(given.items()), kernels)
+    kernels = render(spec, plan, representative(problem), given["needs"] if direction == "backward" else (False,) * len(given["needs"])).text
+    parts = (gpu.name, torch.__version__, triton.__version__, spec.line, representative(problem), direction, sorted(given.items()), kernels)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
