@@ -335,19 +335,23 @@ REGISTERS = {
 LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
 """Predictions from which on some kernel for sm_90 spilled."""
 ALONE = 96
-"""Of a thread, elements of the output and of a tile of scores: from so many on forward and rows spill where tensors are read across element by
-element, hundreds of bytes in the most of 64 builds; with fewer none did."""
+"""Elements of output and scores in a thread, from which on forward and rows spill where tensors are read across one by one, up to 3 KB in 64 builds."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _element(kernel: str, spec: AttentionSpec) -> tuple[float, float]:
-    """Of `REGISTERS`, by the spec alone: for each element of a tile of scores, and for queries that share keys."""
-    _, _, scores, steps, loads, random, _, shared, *_ = REGISTERS[kernel]
+def _element(kernel: str, spec: AttentionSpec) -> tuple[float, float, float, bool]:
+    """By the spec alone: of `REGISTERS`, for each element of scores, and for queries that share keys; more of any tile; are tensors read across in order?"""
+    _, _, scores, steps, loads, random, masked, shared, *_ = REGISTERS[kernel]
     tiled = across(spec)
     addresses = any(load.index[-1] != Var("j") for load in tiled)  # of each element
     bits = 0.7 * (kernel == "keys" and any(load.kind == "bool" for load in tiled))  # a byte each
     each = scores + steps * has_steps(spec) + loads * bool(tiled) + 4 * addresses + bits + random * (spec.dropout > 0)
-    return each, shared * (spec.is_masked and grouped(spec))
+    more = masked * spec.is_masked + 6 * bool(spec.visible.loads)
+    if kernel == "keys":
+        two = spec.is_masked and not spec.visible.loads and not grouped(spec)  # loops
+        more += 26 * (two and len(across(spec, False)) > 0)  # a tensor's tile in each
+        more += 44 * (spec.dropout > 0 and any(x.loads for load in spec.score.loads for x in load.index))  # a table that ends
+    return each, shared * (spec.is_masked and grouped(spec)), more, any(load.index[-1] == Var("j") for load in tiled)
 
 
 def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec) -> float:
@@ -355,16 +359,14 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     m, n, warps, _ = tiles
     d, dv, threads = padded(problem.D), padded(problem.Dv), 32 * warps
     fixed, accumulators, scores, _, _, _, masked, _, wide, operands, pieces = REGISTERS[kernel]
-    each, shared = _element(kernel, spec)
-    alone = problem.N % ROW > 0 and any(load.index[-1] == Var("j") for load in across(spec))
+    each, shared, more, alone = _element(kernel, spec)
+    alone &= problem.N % ROW > 0
     each += 0.8 * (alone and kernel == "keys")
     held = m * dv if kernel == "forward" else n * (d + dv) if kernel == "keys" else m * d if kernel == "rows" else m * n
     inner, rows = (m, n) if kernel == "keys" else (n, m)
-    found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + masked * spec.is_masked
+    found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + more
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
-    found += 6 * bool(spec.visible.loads) + (_wide(kernel, spec, problem, d + dv) if d + dv > 256 else 0)
-    found += 26 * (kernel == "keys" and spec.is_masked and not spec.visible.loads and len(across(spec, False)) > 0)  # two loops with a tensor's tile
-    found += 44 * (kernel == "keys" and spec.dropout > 0 and any(x.loads for load in spec.score.loads for x in load.index))  # a table that ends
+    found += _wide(kernel, spec, d + dv, problem.N % BLOCK > 0) if d + dv > 256 else 0
     found += 100 * (alone and kernel in ("forward", "rows") and held + m * n >= ALONE * threads)
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]
@@ -380,13 +382,14 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     return found + 80 + 2 * (m * n / threads - 8) + 40 * (spec.dropout > 0 and grouped(spec))  # operands of the older instruction lie in registers
 
 
-def _wide(kernel: str, spec: AttentionSpec, problem: Problem, columns: int) -> float:
-    """More registers of backward where heads are wide: over rows behind the last tile that lengths fill, and of a score that reads numbers; over keys of
-    rows that end where data say, and where queries share keys and nothing is masked."""
+@functools.lru_cache(maxsize=1024)
+def _wide(kernel: str, spec: AttentionSpec, columns: int, uneven: bool) -> float:
+    """More registers of backward where heads are wide: over rows behind the last tile, which keys do not fill, and of a score that reads numbers; over
+    keys of rows that end where data say, and where queries share keys and nothing is masked."""
+    if kernel == "rows":
+        return 12 * uneven + 4 * any(not {"i", "j"} <= load.variables for load in spec.score.loads)
     if kernel == "forward":
         return 0
-    if kernel == "rows":
-        return 12 * (problem.N % BLOCK > 0) + 4 * any(not {"i", "j"} <= load.variables for load in spec.score.loads)
     told = any(not {"i", "j"} & load.variables for load in spec.visible.loads)
     return 32 * told + 40 * (columns > 448 and grouped(spec) and not spec.is_masked)
 
