@@ -72,13 +72,13 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     return tiles
 
 
-def _dense(spec: AttentionSpec, found: str, head: int, several: bool, alone: bool) -> tuple[int, int, int, int]:
-    """alone: tensors are read and written element by element."""
+def _dense(spec: AttentionSpec, found: str, head: int, several: bool, one_by_one: bool) -> tuple[int, int, int, int]:
+    """one_by_one: tensors are read and written element by element."""
     by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
     wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
     tiles = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
         return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found == "fma" else 8, 1)))
-    if found == "wgmma" and head <= 128 and (head > 64 and alone or tiles[1] == 64 and (alone or head <= 64 and grouped(spec) and spec.is_masked)):
+    if found == "wgmma" and head <= 128 and (head > 64 and one_by_one or tiles[1] == 64 and (one_by_one or head <= 64 and grouped(spec) and spec.is_masked)):
         return (64, tiles[1], 8, 1)
     return tiles

@@ -334,12 +334,12 @@ REGISTERS = {
 }
 LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
 """Predictions from which on some kernel for sm_90 spilled."""
-ALONE = 96
+ONE_BY_ONE = 96
 """Elements of output and scores in a thread, from which on forward and rows spill where tensors are read across one by one, up to 3 KB in 64 builds."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _element(kernel: str, spec: AttentionSpec) -> tuple[float, float, float, bool]:
+def _by_spec(kernel: str, spec: AttentionSpec) -> tuple[float, float, float, bool]:
     """By the spec alone: of `REGISTERS`, for each element of scores, and for queries that share keys; more of any tile; are tensors read across in order?"""
     _, _, scores, steps, loads, random, masked, shared, *_ = REGISTERS[kernel]
     tiled = across(spec)
@@ -359,15 +359,15 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     m, n, warps, _ = tiles
     d, dv, threads = padded(problem.D), padded(problem.Dv), 32 * warps
     fixed, accumulators, scores, _, _, _, masked, _, wide, operands, pieces = REGISTERS[kernel]
-    each, shared, more, alone = _element(kernel, spec)
-    alone &= problem.N % ROW > 0
-    each += 0.8 * (alone and kernel == "keys")
+    each, shared, more, one_by_one = _by_spec(kernel, spec)
+    one_by_one &= problem.N % ROW > 0
+    each += 0.8 * (one_by_one and kernel == "keys")
     held = m * dv if kernel == "forward" else n * (d + dv) if kernel == "keys" else m * d if kernel == "rows" else m * n
     inner, rows = (m, n) if kernel == "keys" else (n, m)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + more
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += _wide(kernel, spec, d + dv, problem.N % BLOCK > 0) if d + dv > 256 else 0
-    found += 100 * (alone and kernel in ("forward", "rows") and held + m * n >= ALONE * threads)
+    found += 100 * (one_by_one and kernel in ("forward", "rows") and held + m * n >= ONE_BY_ONE * threads)  # beyond any limit
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]
         narrow = 20 + 0.0185 * n * max(d, dv) if min(widths) == 16 and max(widths) > 16 else 0
@@ -390,8 +390,8 @@ def _wide(kernel: str, spec: AttentionSpec, columns: int, uneven: bool) -> float
         return 12 * uneven + 4 * any(not {"i", "j"} <= load.variables for load in spec.score.loads)
     if kernel == "forward":
         return 0
-    told = any(not {"i", "j"} & load.variables for load in spec.visible.loads)
-    return 32 * told + 40 * (columns > 448 and grouped(spec) and not spec.is_masked)
+    data_ends = any(not {"i", "j"} & load.variables for load in spec.visible.loads)
+    return 32 * data_ends + 40 * (columns > 448 and grouped(spec) and not spec.is_masked)
 
 
 def resident(gpu: GPU, warps: int, shared: int, registers: float) -> int:

@@ -121,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=len(MODELS), help="models that are compiled beside each other")
     parser.add_argument("--in", dest="folder", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
     unknown = {*options.names} - {*MODELS}
     if unknown:
         parser.error(f"no model {', '.join(sorted(unknown))}: there are {', '.join(MODELS)}")
@@ -137,10 +139,12 @@ def main(argv: list[str] | None = None) -> int:
             command = [sys.executable, "-m", "tests.gpu.whole", "--layers", str(options.layers), "--jobs", str(len(group)), "--in", folder]
             environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
             running = {name: subprocess.Popen([*command, name], env=environment) for name in group}
-            for name, process in running.items():
-                if process.wait():
-                    failed.append(name)
-                    (Path(folder) / name).touch()  # the others do not wait for it
+            while any(process.poll() is None for process in running.values()):
+                for name, process in running.items():
+                    if process.poll():
+                        (Path(folder) / name).touch()  # the others do not wait for it
+                time.sleep(0.2)
+            failed += [name for name, process in running.items() if process.returncode]
     if failed:
         print("FAILED:", ", ".join(failed))
     return bool(failed)
