@@ -150,26 +150,30 @@ class Site:
         return bounds(self.spec.visible, "i")
 
     @property
-    def _piece(self) -> int:
-        return FMA_WIDTH if self.precision == "ieee" and "float32" in (self.dtype, self.v_dtype) else 256
+    def scalar(self) -> bool:
+        """Are products exact in float32, on the ordinary units?"""
+        return self.precision == "ieee" and "float32" in (self.dtype, self.v_dtype)
 
     @property
     def qk_chunks(self) -> tuple[Chunk, ...]:
-        return chunks(self.D, self._piece)
+        return chunks(self.D, FMA_WIDTH if self.scalar else 256)
 
     @property
     def v_chunks(self) -> tuple[Chunk, ...]:
-        return chunks(self.Dv, self._piece)
+        return chunks(self.Dv, FMA_WIDTH if self.scalar else 256)
 
     @property
     def v_index(self) -> str:
         """Name of the index vector along the value head size: shared with d where both sizes agree."""
         return "d" if self.D == self.Dv else "e"
 
-    def dot(self, a: str, b: str, acc: str = "") -> str:
-        both = [a, b, acc] if acc else [a, b]
+    def dot(self, a: str, b: str, acc: str = "", chained: bool = False) -> str:
+        """acc + a . b. Exact products are each summed by themselves before they are added, or all of them were one chain, whose error grows with its
+        length: Triton makes one of them but for the last argument, which means nothing else to float32. chained: for want of registers leave it so."""
         full_precision = [f'input_precision="{self.precision}"'] if "float32" in (self.dtype, self.v_dtype) else []
-        return f"tl.dot({', '.join([*both, *full_precision])})"
+        if acc and self.scalar and not chained:
+            return f"{acc} + tl.dot({', '.join([a, b, *full_precision])}, max_num_imprecise_acc=1)"
+        return f"tl.dot({', '.join([a, b, *([acc] if acc else []), *full_precision])})"
 
 
 def _operations(e: Expr) -> list[str]:

@@ -39,9 +39,10 @@ def classify(site: Site, program: Program, out: Writer, rows: Span, keys: Span, 
 def score(site: Site, program: Program, out: Writer, rows: Span, keys: Span, within: Load | None = None) -> str:
     """Text of the raw scores of a tile in the portable schedule. within: a table beyond whose ends no tile lies.
 
-    The branch chooses a tile of the table and not of scores: Triton 3.6 fails to pipeline products that are read in a branch.
+    The branch chooses a tile of the table and not of scores: Triton 3.6 fails to pipeline products that are read in a branch. On scalar units there is none:
+    Triton would work out P again behind it for each layout, in that of a product's operand too, where a thread holds whole rows.
     """
-    loads = [load for load in ended(site) if load != within]
+    loads = [load for load in ended(site) if load != within and not site.scalar]
     if loads:
         classify(site, program, out, rows, keys)
         shape = f"[{rows[1]}, {keys[1]}]" if program.columns == "j" else f"[{keys[1]}, {rows[1]}]"

@@ -80,10 +80,7 @@ def keys_kernel(site: Site) -> Kernel:
     call = ", ".join(returns) + " = " + kernel.function(function, ["number"], returns)
     tiles = functools.partial(each_tile, site)
     producer = load_tiles(site, others, halves, HALF, call)
-    if is_split(site):
-        reads = by_hand(site) or bool(ended(site))
-    else:  # beside tiles, products are serialised
-        reads = by_hand(site) and not (tile_loads(site) or spec.dropout)
+    reads = by_hand(site) and (is_split(site) or not (tile_loads(site) or spec.dropout))  # beside tiles, products are serialised
     if is_split(site):
         pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads]
@@ -215,13 +212,15 @@ def _gradients(site: Site) -> tuple[tuple[str, str, str, Chunk, str], ...]:
 
 
 def _store(site: Site, out: Writer, first: str, index: str, rows: str | int) -> None:
-    """Store dV and dK through the place of V and K."""
+    """Store dV and dK through the place of V and K. What the assembler knows ahead of the loop over rows, an address or a coordinate of 0, it keeps in a
+    register throughout it: `index` and the last coordinate have an unknown zero, of numbers that are not negative."""
     for _, operand, _, c, value in _gradients(site):
         out.line(f"{tile_view(f'{operand.lower()}_tile', c, index, rows)}.store({value})")
     out.line("fence_async_shared()")
     out.line("barrier()")
     for _, operand, tiles, c, _ in _gradients(site):
-        out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
+        coordinates = position(site, operand, first, c).removesuffix("]") + " + (tile >> 31)]"
+        out.line(f"tma.async_copy_shared_to_global({tiles}, {coordinates}, {operand.lower()}_tile{c.suffix}.index({index}))")
     if key_tiles(site) == 1:
         out.line("tma.store_wait(0)")
         out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
@@ -316,6 +315,6 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
         out.assign("at", "end - 1")
         slot_of(out)
         out.line("mbarrier.wait(ds_empty.index(slot), phase)", "dQ has read the keys: their place takes the gradients")
-        _store(site, out, f"j0 + PART * {HALF}", "own", HALF)
+        _store(site, out, f"j0 + PART * {HALF}", "own + (nth >> 31)", HALF)
     out.line("tma.store_wait(0)")
     return consumer

@@ -37,11 +37,12 @@ SAMPLE = [
     ("sm_90", "bfloat16", 128, "relative", "self"), ("sm_80", "float16", 64, "ended", "gqa"), ("sm_90", "bfloat16", 64, "ended", "self"),
     ("sm_90", "bfloat16", 128, "ended", "self"), ("sm_90", "bfloat16", 64, "ended", "gqa"),
     ("sm_100", "bfloat16", 128, "causal", "gqa"), ("sm_100", "float16", 64, "dropout", "self"),
+    ("sm_90", "float32", 64, "t5_table", "self"), ("sm_90", "float32", 128, "causal", "self"), ("sm_80", "float32", 128, "padding", "gqa"), ("sm_90", "float32", 256, "causal", "gqa"),
     ("sm_90", "bfloat16", 40, "dropout", "gqa"), ("sm_90", "bfloat16", 256, "dropout", "gqa"), ("sm_90", "bfloat16", 256, "full", "gqa"),
 ]
 
 
-TRAINED = {(64, "ended", "self"): 16, (64, "ended", "gqa"): 24, (64, "padded_bias", "self"): 4}
+TRAINED = {(64, "ended", "gqa"): 8, (64, "padded_bias", "self"): 4}
 """Bytes that the Hopper backward spills between tiles of keys where captured tensors are trained; 0 for all others."""
 
 

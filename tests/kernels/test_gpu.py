@@ -136,6 +136,19 @@ def test_wide_heads_of_uneven_pieces(variant, kind, head):
         run(spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=321), "cuda").within_budget()
 
 
+@pytest.mark.parametrize("variant, kind, head, dtype", [
+    ("padding", "self", 256, "bfloat16"), ("bias", "self", 256, "float16"), ("bool_mask", "gqa", 192, "bfloat16"), ("padding", "self", 256, "float32"),
+    ("t5_table", "self", 64, "float32"), ("ended_causal", "gqa", 128, "float32"), ("causal", "self", 128, "float32"), ("full", "gqa", 64, "float32")])
+def test_lengths_that_no_tile_divides(variant, kind, head, dtype):
+    run(spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=1000), "cuda").within_budget()
+
+
+@pytest.mark.parametrize("M, N, head", [(512, 512, 256), (1000, 512, 192), (230, 2, 16), (2000, 3, 64)])
+def test_long_sums_of_exact_products(M, N, head):
+    """As one chain of products, heads of 256 and gradients over many rows went over the budget in float32."""
+    run(spec(CORE["full"]), problem("self", head, "float32", M=M, N=N), "cuda").within_budget()
+
+
 @HOPPER
 @pytest.mark.parametrize("variant, kind, head, length", [("full", "self", 64, 1000), ("causal", "gqa", 40, 1024), ("window", "self", 32, 321), ("softcap", "self", 64, 1000), ("softcap", "gqa", 64, 257)])
 def test_three_warpgroups(variant, kind, head, length):
