@@ -67,14 +67,14 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     if kernel != "forward" and found == "mma" and step == 64 and not heavy and not several and spec.is_data_masked:  # what the mask reads, by row or key
         tiles = LARGEST[found, kernel, step][True]
     if found == "fma":
-        tiles = _scalar(kernel, spec, step, heavy or tiled, tiles)
+        tiles = _scalar(kernel, spec, step, heavy or tiled, tiles, gpu)
     if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
         masked = max(problem.D, problem.Dv) % 16 > 0  # the last piece has columns to hide
         tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if masked else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), tiles)
     return tiles
 
 
-def _scalar(kernel: str, spec: AttentionSpec, step: int, heavy: bool, tiles: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _scalar(kernel: str, spec: AttentionSpec, step: int, heavy: bool, tiles: tuple[int, int, int, int], gpu: GPU) -> tuple[int, int, int, int]:
     """On scalar units, where rows of both operands fill the registers, beside what masks and captured tensors take."""
     masked, by_data = spec.is_masked, spec.is_data_masked
     across = any({"i", "j"} <= load.variables for load in spec.score.loads)
@@ -88,7 +88,8 @@ def _scalar(kernel: str, spec: AttentionSpec, step: int, heavy: bool, tiles: tup
         return (16, 16, 8, 1) if masked and heavy else tiles
     if heavy and (by_data or has_relative(spec) or step == 128 and (masked or across)):
         return 16, 16, 4, 1
-    return (16, 32, 4, 1) if masked else tiles
+    small = step == 128 and gpu.shared_per_block < 2 ** 17  # half of the rows would fit, and spill
+    return (16, 32, 4, 1) if masked or small else tiles
 
 
 def _dense(spec: AttentionSpec, found: str, head: int, several: bool, one_by_one: bool) -> tuple[int, int, int, int]:
