@@ -167,11 +167,11 @@ class Site:
         """Name of the index vector along the value head size: shared with d where both sizes agree."""
         return "d" if self.D == self.Dv else "e"
 
-    def dot(self, a: str, b: str, acc: str = "", chained: bool = False) -> str:
+    def dot(self, a: str, b: str, acc: str = "") -> str:
         """acc + a . b. Exact products are each summed by themselves before they are added, or all of them were one chain, whose error grows with its
-        length: Triton makes one of them but for the last argument, which means nothing else to float32. chained: for want of registers leave it so."""
+        length: Triton makes one of them but for the last argument, which means nothing else to float32."""
         full_precision = [f'input_precision="{self.precision}"'] if "float32" in (self.dtype, self.v_dtype) else []
-        if acc and self.scalar and not chained:
+        if acc and self.scalar:
             return f"{acc} + tl.dot({', '.join([a, b, *full_precision])}, max_num_imprecise_acc=1)"
         return f"tl.dot({', '.join([a, b, *([acc] if acc else []), *full_precision])})"
 

@@ -150,7 +150,7 @@ def _add_values(site: Site, out: Writer, check: str, alpha: str) -> None:
     out.assign("weights", f"p.to(v{first.suffix}.dtype)")
     for c in site.v_chunks:
         acc = f"acc{c.suffix}"
-        out.assign(acc, site.dot("weights", f"v{c.suffix}", f"{acc} * {alpha}[:, None]" if alpha else acc, chained=True))
+        out.assign(acc, site.dot("weights", f"v{c.suffix}", f"{acc} * {alpha}[:, None]" if alpha else acc))
 
 
 def _average(site: Site, program: Program, out: Writer) -> None:
