@@ -11,7 +11,7 @@ from ..spec import AttentionSpec
 from .gpu import GPU
 from .limits import grouped, has_relative, is_heavy, padded, units
 from .parts import chunks
-from .reads import ROW
+from .reads import ROW, across
 
 LARGEST = {
     # (matrix units, kernel, head size up to) -> (BLOCK_M, BLOCK_N, num_warps, num_stages) for simple scores, and for heavy ones
@@ -75,18 +75,20 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
 
 
 def _scalar(kernel: str, spec: AttentionSpec, step: int, heavy: bool, tiles: tuple[int, int, int, int], gpu: GPU) -> tuple[int, int, int, int]:
-    """On scalar units, where rows of both operands fill the registers, beside what masks and captured tensors take."""
+    """Of float32: rows of both operands fill the registers, beside what masks and captured tensors take."""
     masked, by_data = spec.is_masked, spec.is_data_masked
-    across = any({"i", "j"} <= load.variables for load in spec.score.loads)
+    reads = bool(across(spec, False))
     if kernel == "forward":
         return (32, 32, 8, 1) if by_data and spec.dropout and step <= 128 else tiles
+    if kernel == "rows" and step == 256:
+        return (16, 32, 8, 1) if masked else tiles
+    if kernel == "rows" and by_data:
+        return 16, 16 if heavy else 32, 4, 1
     if kernel == "rows":
-        if step == 256:
-            return (16, 32, 8, 1) if masked else tiles
-        return (16, 16 if heavy else 32, 4, 1) if by_data else (32, 16, 4, 1) if across or masked and heavy and step == 128 else tiles
+        return (32, 16, 4, 1) if reads or masked and heavy and step == 128 else tiles
     if step == 256:
         return (16, 16, 8, 1) if masked and heavy else tiles
-    if heavy and (by_data or has_relative(spec) or step == 128 and (masked or across)):
+    if heavy and (by_data or has_relative(spec) or step == 128 and (masked or reads)):
         return 16, 16, 4, 1
     small = step == 128 and gpu.shared_per_block < 2 ** 17  # half of the rows would fit, and spill
     return (16, 32, 4, 1) if masked or small else tiles

@@ -38,7 +38,7 @@ def has_steps(spec: AttentionSpec) -> bool:
 
 def is_heavy(spec: AttentionSpec, kernel: str) -> bool:
     """Does a kernel need many registers beside q . k: its steps, N x N loads, or (over rows) a mask and a loop over the queries that share keys?"""
-    if has_steps(spec) or spec.dropout or any({"i", "j"} <= load.variables for load in spec.score.loads) or kernel == "keys" and spec.is_masked and grouped(spec):
+    if has_steps(spec) or spec.dropout or across(spec, False) or kernel == "keys" and spec.is_masked and grouped(spec):
         return True
     found = bounds(spec.visible, "i")
     return kernel == "keys" and found.has_full and found.full_hi != Var("M")
@@ -60,7 +60,7 @@ UNITS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
 
 
 def units(problem: Problem, gpu: GPU) -> str:
-    """Which units multiply: "fma" (float32, exact), "wgmma" (Hopper), "tcgen05" (Blackwell's data centre cards), "mma" (all others)."""
+    """Which units multiply: "fma" (float32, taken to be exact where TF32 is allowed too), "wgmma" (Hopper), "tcgen05" (Blackwell's data centre cards), "mma" (all others)."""
     if "float32" in (problem.dtype, problem.v_dtype):
         return "fma"
     return UNITS.get(gpu.capability[0], "mma") if gpu.vendor == "NVIDIA" else "mma"

@@ -108,9 +108,9 @@ def tma_arguments(site: Site, results: dict[str, str], rows: dict[str, int | str
     return found | out
 
 
-def position(site: Site, operand: str, row: str, c: Chunk) -> str:
-    """Coordinates of a tile, for TMA."""
-    return "[" + ", ".join([*(local(a) for a in operand_axes(site, operand)), row, str(c.start)]) + "]"
+def position(site: Site, operand: str, row: str, c: Chunk, zero: str = "") -> str:
+    """Coordinates of a tile, for TMA. zero: one that the assembler cannot know, added to the last."""
+    return "[" + ", ".join([*(local(a) for a in operand_axes(site, operand)), row, f"{c.start} + ({zero})" if zero else str(c.start)]) + "]"
 
 
 def block_shape(site: Site, operand: str, rows: str | int, c: Chunk) -> str:

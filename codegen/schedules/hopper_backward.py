@@ -219,7 +219,7 @@ def _store(site: Site, out: Writer, first: str, index: str, rows: str | int) -> 
     out.line("fence_async_shared()")
     out.line("barrier()")
     for _, operand, tiles, c, _ in _gradients(site):
-        coordinates = position(site, operand, first, c).removesuffix("]") + " + (tile >> 31)]"
+        coordinates = position(site, operand, first, c, "tile >> 31")
         out.line(f"tma.async_copy_shared_to_global({tiles}, {coordinates}, {operand.lower()}_tile{c.suffix}.index({index}))")
     if key_tiles(site) == 1:
         out.line("tma.store_wait(0)")

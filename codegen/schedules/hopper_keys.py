@@ -13,6 +13,7 @@ from ...expr import BOOL, FLOAT, QK, Load, Var
 from ..gluon import Partition
 from ..parts import Site, count, decode, flatten
 from ..program import Program, local
+from ..reads import across
 from ..writer import Writer
 from .common import PADDING, scaled
 from .hopper import list_arguments, listed_tiles, segments
@@ -41,8 +42,7 @@ def is_tight(site: Site) -> bool:
 
 def is_full(site: Site) -> bool:
     """Does the score read tensors across rows and keys, and have a derivative of its own and dropout? That is too much at any head size."""
-    across = any({"i", "j"} <= load.variables for load in site.spec.score.loads)
-    return across and site.spec.dropout > 0 and {"i", "j"} <= scaled(site, QK)[0].variables
+    return bool(across(site.spec, False)) and site.spec.dropout > 0 and {"i", "j"} <= scaled(site, QK)[0].variables
 
 
 def key_tiles(site: Site) -> int:

@@ -5,6 +5,7 @@ from ...expr import QK, Call, Const, Expr, Load
 from ...spec import EmptyRow
 from ..parts import LOG2E, Site, tiles_name
 from ..philox import kept_scale, threshold
+from ..reads import across
 from ..writer import Writer
 from .common import Body, scaled
 from .ends import tight_score
@@ -17,8 +18,7 @@ from .relative import add_ends
 
 def fills_registers(site: Site) -> bool:
     """Does the score need a tile of registers beside the accumulators of a large head: elements read across rows and keys, or its derivative?"""
-    across = any({"i", "j"} <= load.variables for load in site.spec.score.loads)
-    return not is_split(site) and (site.ordered or across or {"i", "j"} <= scaled(site, QK)[0].variables)
+    return not is_split(site) and (site.ordered or bool(across(site.spec, False)) or {"i", "j"} <= scaled(site, QK)[0].variables)
 
 
 def unknown_zero(site: Site, number: str) -> str:
