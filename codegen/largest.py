@@ -1,4 +1,5 @@
-"""The largest tiles that compile without spilling registers where no register model predicts that: found by compiling (tests/kernels/test_compile.py).
+"""The largest tiles that compile without spilling registers where no register model predicts that, at lengths that tiles divide: found by compiling
+(tests/kernels/test_compile.py).
 
 Matrix units other than Hopper's take their operands from registers, and what the assembler makes of that jumps with head sizes, masks and tiles: of
 1000 builds for sm_80, sm_89, sm_100 and sm_120 no linear model tells those that spill apart.
