@@ -9,9 +9,9 @@ from ..expr import cached_hash
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
-from .gpu import GPU
+from .gpu import EXACT, GPU, units
 from .largest import largest
-from .limits import LIMIT, is_uneven, padded, registers_per_thread, resident, shared_bytes, units, wider_bytes
+from .limits import LIMIT, is_uneven, padded, registers_per_thread, resident, shared_bytes, wider_bytes
 from .reads import ROW
 from .schedules import hopper, hopper_memory
 from .split import number
@@ -54,6 +54,11 @@ class Asked:
     @functools.cached_property
     def units(self) -> str:
         return units(self.problem, self.gpu)
+
+    @property
+    def exact(self) -> bool:
+        """Are products of float32?"""
+        return self.units in EXACT
 
     @property
     def costed(self) -> str:
@@ -176,7 +181,7 @@ def bounded(asked: Asked) -> list[Group]:
 
 def _least(asked: Asked, tiles: Tiles, registers: float) -> float:
     programs = 1 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], 0, registers)
-    return cost.least(asked.schedule, asked.costed, tiles, asked.known, asked.gpu, asked.units == "fma", programs, registers)
+    return cost.least(asked.schedule, asked.costed, tiles, asked.known, asked.gpu, asked.exact, programs, registers)
 
 
 def _order(c: Candidate) -> tuple:
@@ -221,7 +226,7 @@ def _priced(asked: Asked, tiles: Tiles, shared: int, registers: float) -> Candid
 
 def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tuple[float, int]:
     """(seconds, parts as `Plan.parts`) of a kernel, its keys split where that is predicted faster. programs: of a multiprocessor."""
-    known, gpu, scalar = asked.known, asked.gpu, asked.units == "fma"
+    known, gpu, scalar = asked.known, asked.gpu, asked.exact
     whole = cost.kernel_cost(asked.schedule, asked.costed, tiles, known, gpu, scalar, programs, registers).seconds
     if (asked.schedule, asked.kernel) != ("triton", "forward"):
         return whole, 1

@@ -226,7 +226,7 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
              counts: tuple[float, float] | None = None, parts: int = 1) -> tuple[Rate, float, float, float]:
     """(seconds that each term of `Rate` takes at the rates of the data sheet, bytes of device memory, bytes with SRAM alone, seconds of waiting for tiles one by one).
 
-    scalar     float32 products, on the ordinary units
+    scalar     float32 products, at `GPU.exact_rate`
     resident   programs that a multiprocessor holds at once
     registers  of a thread, for accumulators, scores and the steps between them
     counts     visible and partial tiles; estimated unless given
@@ -285,7 +285,7 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
     near = known.gathered(m, n, visible) / max(visible, 1)  # beyond the ends of a table one number serves a tile
     loads = near * sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads those at j - i while products run
     return Size(work, Rate(
-        matrix=0.0 if scalar else matrix, scalar=products / (gpu.sms * gpu.clock * 256) * tail if scalar else 0.0,
+        matrix=0.0 if scalar else matrix, scalar=products / gpu.exact_rate(max(known.D, known.E)) * tail if scalar else 0.0,
         older=matrix if gpu.is_hopper and not scalar and rows < 64 else 0.0, pieces=matrix * known.pieces, slim=matrix if inner < 64 else 0.0,
         shared=matrix if by_keys and known.share > 1 else 0.0, element=element, broad=element if inner > 64 else 0.0,
         function=element * known.functions, step=element * (known.steps + near * known.places), random=element * known.random, load=element * loads,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..expr import cached_hash
+from ..region import Problem
 
 KIB = 1024
 
@@ -60,6 +61,11 @@ class GPU:
         on CDNA 3 a quarter of 64 lanes)."""
         return 16.0 * self.sms * self.clock
 
+    def exact_rate(self, head: int) -> float:
+        """Float32 operations per second in products as good as exact: six of bfloat16 make one (see `units`), or ordinary units do it, 128 FMAs a clock and
+        multiprocessor, of which the kernels reach 2.5 times less (H200, both measured). head: the larger head size."""
+        return self.matrix_rate / 6 if self.is_hopper and head <= IN_PIECES else 256.0 * self.sms * self.clock / 2.5
+
     @property
     def arch(self) -> str:
         return f"sm_{self.capability[0]}{self.capability[1]}" if self.vendor == "NVIDIA" else f"gfx{self.capability[0]}{self.capability[1]}2"
@@ -101,6 +107,22 @@ GPUS: tuple[GPU, ...] = (
 BY_NAME = {row.name: row for row in GPUS}
 DEFAULT = BY_NAME["H100"]
 """The row for reports on a machine without a GPU."""
+
+
+EXACT = "bf16x6", "fma"
+"""Units of float32 products."""
+IN_PIECES = 128
+"""Head size up to which sums of dK leave registers for float32 in pieces of bfloat16."""
+UNITS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
+"""By the first number of the compute capability."""
+
+
+def units(problem: Problem, gpu: GPU) -> str:
+    """Which units multiply: of float32 "bf16x6" (Hopper) or "fma", as if TF32 were not allowed; "wgmma" (Hopper), "tcgen05" (Blackwell's data centre
+    cards), "mma" (all others)."""
+    if "float32" in (problem.dtype, problem.v_dtype):
+        return EXACT[not gpu.is_hopper or max(problem.D, problem.Dv) > IN_PIECES]
+    return UNITS.get(gpu.capability[0], "mma") if gpu.vendor == "NVIDIA" else "mma"
 
 
 def nearest(name: str, capability: tuple[int, int]) -> tuple[GPU, bool]:

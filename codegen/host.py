@@ -34,14 +34,14 @@ def kernels(site: Site) -> dict[str, Kernel]:
     if site.one_pass:
         found |= {"keys": hopper_backward.keys_kernel(site), "rows": finish_kernel(site)}
     elif site.needs[1] or site.needs[2] or site.loads_over("j") or summed(site):
-        found["keys"] = keys_kernel(site)
+        found |= {"keys": keys_kernel(site, "K"), "values": keys_kernel(site, "V")} if site.divided else {"keys": keys_kernel(site)}
     if not site.one_pass and (site.needs[0] or site.loads):
         found["rows"] = rows_kernel(site)
     if summing := sum_kernel(site):
         found["sum"] = summing
     for load in _dense_loads(site):
         relative = captured.is_relative(load)
-        found[f"dense {buffer(site, load)}"] = (diagonal_kernel if relative else dense_kernel)(site, load)
+        found[f"dense {buffer(site, load)}"] = (diagonal_kernel if relative else dense_kernel)(site.dense, load)
         if relative:
             found[f"line {buffer(site, load)}"] = line_kernel(site, load)
     return found
@@ -149,7 +149,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         elif "rows" in found:
             results[0] = _rows(site, found["rows"], out)
         if "keys" in found and not site.one_pass:
-            results[1], results[2] = _keys(site, found["keys"], out)
+            results[1], results[2] = _keys(site, [found[name] for name in ("values", "keys") if name in found], out)
         for load in _dense_loads(site):
             _dense(site, load, found, out)
         for a, need in zip(spec.aux, site.needs[3:]):
@@ -172,13 +172,14 @@ def _allocate(site: Site, name: str, operand: str, axes, size: str, head: int, o
     return f"{name}.sum({tuple(absent)}, keepdim=True).to({operand}.dtype)"
 
 
-def _keys(site: Site, kernel: Kernel, out: Writer) -> tuple[str, str]:
+def _keys(site: Site, found: list[Kernel], out: Writer) -> tuple[str, str]:
     axes = site.axes_of("k", "v")
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
     for load in site.loads_over("j"):
         out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in site.spec.axes), 'N'])}, dtype=torch.float32, device=q.device)")
-    kernel.call(_grid("KEYS", "BLOCK_N", "N", axes), out)
+    for kernel in found:
+        kernel.call(_grid("KEYS", "BLOCK_N", "N", axes), out)
     return grad_k if site.needs[1] else "None", grad_v if site.needs[2] else "None"
 
 

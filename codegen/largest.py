@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from ..expr import Var
 from ..region import Problem
-from ..spec import AttentionSpec
-from .gpu import GPU
-from .limits import grouped, has_relative, is_heavy, padded, units
-from .parts import chunks
+from ..spec import BLOCK, AttentionSpec
+from . import exact
+from .gpu import EXACT, GPU, units
+from .limits import grouped, has_relative, is_heavy, padded
+from .parts import DENSE_IN_PIECES, chunks
 from .reads import ROW, across
 
 LARGEST = {
@@ -34,15 +35,6 @@ LARGEST = {
     ("mma", "rows", 64): ((64, 64, 4, 2), (64, 64, 8, 2)),
     ("mma", "rows", 128): ((64, 64, 8, 2), (64, 32, 8, 2)),
     ("mma", "rows", 256): ((32, 32, 8, 2), (32, 32, 8, 2)),
-    ("fma", "forward", 64): ((64, 32, 8, 1), (64, 32, 8, 1)),
-    ("fma", "forward", 128): ((64, 32, 8, 1), (64, 32, 8, 1)),
-    ("fma", "forward", 256): ((32, 32, 8, 1), (32, 32, 8, 1)),
-    ("fma", "keys", 64): ((32, 32, 4, 1), (16, 32, 4, 1)),
-    ("fma", "keys", 128): ((64, 32, 8, 1), (16, 32, 4, 1)),
-    ("fma", "keys", 256): ((16, 16, 4, 1), (16, 16, 4, 1)),
-    ("fma", "rows", 64): ((32, 32, 4, 1), (32, 32, 4, 1)),
-    ("fma", "rows", 128): ((32, 32, 4, 1), (32, 32, 4, 1)),
-    ("fma", "rows", 256): ((32, 16, 4, 1), (32, 16, 4, 1)),
 }
 
 
@@ -51,10 +43,12 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
     step = 64 if head <= 64 else 128 if head <= 128 else 256
     several = len(chunks(max(problem.D, problem.Dv))) > 1
-    if kernel == "dense":
+    if kernel == "dense" and (found != "bf16x6" or head > DENSE_IN_PIECES):
         return _dense(spec, found, head, several, problem.N % ROW > 0)
     tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
     heavy = is_heavy(spec, kernel) or found == "mma" and tiled and (kernel != "forward" or problem.N % ROW > 0)
+    if found in EXACT:
+        return exact.largest(kernel, spec, step, found, heavy or tiled, problem.N % BLOCK == 0, gpu)
     tiles = LARGEST[found, kernel, step][heavy or found == "mma" and kernel == "keys" and (grouped(spec) or several or gpu.capability[0] == 12)]
     if several and found == "mma":  # an accumulator for each piece of the head: registers run out earlier
         tiles = {("keys", True): (16, 64, 8, 1), ("rows", True): (64, 32, 8, 2), ("forward", True): (64, 32, 8, 2),
@@ -67,41 +61,19 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
         tiles = (min(tiles[0], 64), min(tiles[1], 32), *tiles[2:])
     if kernel != "forward" and found == "mma" and step == 64 and not heavy and not several and spec.is_data_masked:  # what the mask reads, by row or key
         tiles = LARGEST[found, kernel, step][True]
-    if found == "fma":
-        tiles = _scalar(kernel, spec, step, heavy or tiled, tiles, gpu)
     if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
         masked = max(problem.D, problem.Dv) % 16 > 0  # the last piece has columns to hide
         tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if masked else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), tiles)
     return tiles
 
 
-def _scalar(kernel: str, spec: AttentionSpec, step: int, heavy: bool, tiles: tuple[int, int, int, int], gpu: GPU) -> tuple[int, int, int, int]:
-    """Of float32: rows of both operands fill the registers, beside what masks and captured tensors take."""
-    masked, by_data = spec.is_masked, spec.is_data_masked
-    reads = bool(across(spec, False))
-    if kernel == "forward":
-        return (32, 32, 8, 1) if by_data and spec.dropout and step <= 128 else tiles
-    if kernel == "rows" and step == 256:
-        return (16, 32, 8, 1) if masked else tiles
-    if kernel == "rows" and by_data:
-        return 16, 16 if heavy else 32, 4, 1
-    if kernel == "rows":
-        return (32, 16, 4, 1) if reads or masked and heavy and step == 128 else tiles
-    if step == 256:
-        return (16, 16, 8, 1) if masked and heavy else tiles
-    if heavy and (by_data or has_relative(spec) or step == 128 and (masked or reads)):
-        return 16, 16, 4, 1
-    small = step == 128 and gpu.shared_per_block < 2 ** 17  # half of the rows would fit, and spill
-    return (16, 32, 4, 1) if masked or small else tiles
-
-
 def _dense(spec: AttentionSpec, found: str, head: int, several: bool, one_by_one: bool) -> tuple[int, int, int, int]:
     """one_by_one: tensors are read and written element by element."""
     by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
     wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
-    tiles = (32, 32, 4, 1) if found == "fma" or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
+    tiles = (32, 32, 4, 1) if found in EXACT or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
-        return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found == "fma" else 8, 1)))
+        return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found in EXACT else 8, 1)))
     if found == "wgmma" and head <= 128 and (head > 64 and one_by_one or tiles[1] == 64 and (one_by_one or head <= 64 and grouped(spec) and spec.is_masked)):
         return (64, tiles[1], 8, 1)
     return tiles

@@ -7,9 +7,9 @@ from ..expr import Call, Load, Var, walk
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from .captured import is_relative
-from .gpu import GPU
+from .gpu import GPU, units
 from .factors import peel
-from .parts import chunks
+from .parts import APART, chunks
 from .ranges import bounds
 from .reads import ROW, across, averages, is_exchanged, is_gathered, told, vectors
 
@@ -55,17 +55,6 @@ def has_relative(spec: AttentionSpec) -> bool:
     return any(is_relative(load) for load in spec.score.loads)
 
 
-UNITS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
-"""By the first number of the compute capability."""
-
-
-def units(problem: Problem, gpu: GPU) -> str:
-    """Which units multiply: "fma" (float32, taken to be exact where TF32 is allowed too), "wgmma" (Hopper), "tcgen05" (Blackwell's data centre cards), "mma" (all others)."""
-    if "float32" in (problem.dtype, problem.v_dtype):
-        return "fma"
-    return UNITS.get(gpu.capability[0], "mma") if gpu.vendor == "NVIDIA" else "mma"
-
-
 def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec, gpu: GPU, listed: bool = False,
                  packed: bool = False, descriptors: bool = True) -> int:
     """Bytes of shared memory that Triton's compiler takes for a kernel: its figure in 16 bits on NVIDIA cards from sm_80 on but sm_100, integers
@@ -89,6 +78,8 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     if exact and listed and stages > 2 and all(told(kernel, spec, problem, cut, warps * 32 == inner) for cut in (False, True)):
         # the first stage reads where the tile is
         return max(shared_bytes(kernel, (m, n, warps, stages - 1), problem, spec, gpu) + 4, _behind_loops(kernel, tiles, problem, spec))
+    if found == "bf16x6" and kernel != "dense":
+        return _of_float32(kernel, tiles, problem, spec)
     d, dv = padded(problem.D) * WIDTHS[problem.dtype], padded(problem.Dv) * WIDTHS[problem.v_dtype]
     width = max(WIDTHS[problem.dtype], WIDTHS[problem.v_dtype])
     loaded = stages if found != "mma" else max(1, stages - 1)  # tiles of the inner loop: asynchronous products read theirs while the next is copied
@@ -123,6 +114,15 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
         return total + 2048
     staged = {"keys": 2 * n, "rows": 2 * m}.get(kernel, 0) * max(d, dv) if gpu.capability[0] in (10, 11) else 0  # tensor memory is filled through it
     return total + m * n * width * (2 if kernel != "forward" else 1) + (m * dv if kernel == "forward" and problem.D == problem.Dv else 0) + staged + 2048
+
+
+def _of_float32(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec: AttentionSpec) -> int:
+    """On Hopper, at most: three bfloat16 for each number of what is held and of a piece of the inner tile, which is copied ahead as it is."""
+    m, n, warps, stages = tiles
+    inner, outer, d, dv = *((m, n) if kernel == "keys" else (n, m)), *(-(-size // 32) * 32 for size in (problem.D, problem.Dv))
+    total = 6 * (outer * (d if kernel == "forward" else d + dv) + inner * min(APART["bf16x6"], max(d, dv))) + 4 * (stages - 1) * inner * (d + dv)
+    total += sum(4 * m * n * stages for _ in across(spec)) + sum(_vectors(kernel, tiles, problem, spec)) + 8 * m * stages * (kernel == "keys")
+    return max(total, 4 * m * dv * (kernel == "forward")) + 4 * m * n + 4096
 
 
 @functools.lru_cache(maxsize=4096)

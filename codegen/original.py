@@ -12,8 +12,8 @@ from ..compat import tf32_allowed
 from ..region import Problem
 from ..spec import AttentionSpec
 from . import cost, traffic
-from .gpu import GPU
-from .limits import WIDTHS, units
+from .gpu import EXACT, GPU, units
+from .limits import WIDTHS
 from .plan import make_plan
 from .rates import BANDWIDTH, LAUNCH
 
@@ -28,13 +28,13 @@ def seconds(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str) -> 
     """Of a direction with each matrix of all queries and keys in device memory (`traffic`), at rates that it should exceed."""
     moved = traffic.predict(spec, problem, make_plan(spec, problem, gpu, direction), False).before
     products = (2 if direction == "forward" else 4) * math.prod(problem.extents) * problem.M * problem.N * (problem.D + problem.Dv)
-    rate = gpu.sms * gpu.clock * 256 if units(problem, gpu) == "fma" else gpu.matrix_rate
+    rate = gpu.sms * gpu.clock * 256 if units(problem, gpu) in EXACT else gpu.matrix_rate
     return moved / (gpu.bandwidth * BANDWIDTH) + products / (PRODUCTS * rate) + LAUNCHES[direction] * LAUNCH
 
 
 def faster(spec: AttentionSpec, problem: Problem, gpu: GPU, training: bool) -> str | None:
     """Why a site with these fixed sizes is better left alone, or None: also where the model is not sure. Both directions count in training."""
-    unsure = spec.dropout or spec.visible.loads or 0 in (*problem.extents, problem.M, problem.N) or units(problem, gpu) == "fma" and tf32_allowed()
+    unsure = spec.dropout or spec.visible.loads or 0 in (*problem.extents, problem.M, problem.N) or units(problem, gpu) in EXACT and tf32_allowed()
     if not gpu.measured or unsure or math.prod(problem.extents) * problem.M * problem.N * WIDTHS[problem.dtype] > BYTES:
         return None
     directions = ("forward", "backward")[: 1 + training]

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Iterable, Sequence
 
@@ -49,8 +49,11 @@ class Chunk:
     masked: bool
 
 
-FMA_WIDTH = 32
-"""Widest piece for exact float32 products, which run on scalar units with whole rows of both operands in registers."""
+APART = {"ieee": 32, "bf16x6": 64, "bf16x3": 64}
+"""Precisions of float32 products whose sums are as good as exact: the widest piece of the head size, which is summed by itself. On scalar units whole
+rows of both operands of a piece are in registers."""
+DENSE_IN_PIECES = 64
+"""Head size up to which the kernels for gradients over rows and keys multiply float32 in pieces of bfloat16: they hold both factors of both products."""
 
 
 @functools.cache
@@ -62,6 +65,18 @@ def chunks(size: int, limit: int = 256) -> tuple[Chunk, ...]:
     widths += [1 << bit for bit in range(rest.bit_length() - 1, 3, -1) if rest >> bit & 1]
     starts = [sum(widths[:n]) for n in range(len(widths))]
     return tuple(Chunk(str(n) if len(widths) > 1 else "", s, w, s + w > size) for n, (s, w) in enumerate(zip(starts, widths)))
+
+
+@functools.cache
+def even_chunks(size: int) -> tuple[Chunk, ...]:
+    """For float32 in pieces of bfloat16, all of one width: 80 -> 3 of 32, the last 16 of them masked; 112 -> 2 of 64.
+
+    Where widths differ, tiles of one and of another lie at the same place in shared memory one after the other, and ptxas 12.8 (of Triton 3.6 and 3.7)
+    forgets the place in one of their matrix descriptors, where TMA copies ahead too: products read beyond shared memory.
+    """
+    padded = 16 if size <= 16 else -(-size // 32) * 32
+    width = min(padded, 32) if padded % 64 else 64
+    return tuple(Chunk(str(n) if width < padded else "", n * width, width, (n + 1) * width > size) for n in range(padded // width))
 
 
 @dataclass(frozen=True)
@@ -130,7 +145,7 @@ class Site:
     @cached_property
     def score(self) -> Expr:
         """As the kernels compute it. Positions as vectors pay at head size 128 in the Hopper kernels (ALiBi 5 % faster, at 64 6 % slower); others spill."""
-        score = self.spec.score if "float32" in (self.dtype, self.v_dtype) else gathered(self.spec.score)
+        score = self.spec.score if self.float32 else gathered(self.spec.score)
         return by_vectors(score) if self.warpgroups and (self.one_pass or not any(self.needs)) and max(self.D, self.Dv) > 64 else score
 
     @cached_property
@@ -151,16 +166,40 @@ class Site:
 
     @property
     def scalar(self) -> bool:
-        """Are products exact in float32, on the ordinary units?"""
-        return self.precision == "ieee" and "float32" in (self.dtype, self.v_dtype)
+        """Are products of float32 on the ordinary units?"""
+        return self.precision == "ieee" and self.float32
+
+    @property
+    def float32(self) -> bool:
+        """Are there products of float32?"""
+        return "float32" in (self.dtype, self.v_dtype)
+
+    @property
+    def apart(self) -> int:
+        """The widest piece of the head size whose products are summed by themselves; 0: sums go on in one accumulator."""
+        return APART.get(self.precision, 0) if self.float32 else 0
+
+    @property
+    def divided(self) -> bool:
+        """Have dK and dV kernels of their own? Sums of both are more than registers hold beside what matrix units take for a product of float32."""
+        return self.float32 and self.precision != "ieee"
+
+    @property
+    def dense(self) -> Site:
+        """As the kernels for gradients over rows and keys are written."""
+        wide = self.divided and max(self.D, self.Dv) > DENSE_IN_PIECES
+        return replace(self, precision="ieee", descriptors=False) if wide else self
 
     @property
     def qk_chunks(self) -> tuple[Chunk, ...]:
-        return chunks(self.D, FMA_WIDTH if self.scalar else 256)
+        return self._chunks(self.D)
 
     @property
     def v_chunks(self) -> tuple[Chunk, ...]:
-        return chunks(self.Dv, FMA_WIDTH if self.scalar else 256)
+        return self._chunks(self.Dv)
+
+    def _chunks(self, size: int) -> tuple[Chunk, ...]:
+        return even_chunks(size) if self.divided else chunks(size, self.apart or 256)
 
     @property
     def v_index(self) -> str:
@@ -168,10 +207,10 @@ class Site:
         return "d" if self.D == self.Dv else "e"
 
     def dot(self, a: str, b: str, acc: str = "") -> str:
-        """acc + a . b. Exact products are each summed by themselves before they are added, or all of them were one chain, whose error grows with its
-        length: Triton makes one of them but for the last argument, which means nothing else to float32."""
-        full_precision = [f'input_precision="{self.precision}"'] if "float32" in (self.dtype, self.v_dtype) else []
-        if acc and self.scalar:
+        """acc + a . b. Products as good as exact are each summed by themselves before they are added, or all of them were one chain, whose error grows with
+        its length: Triton makes one of them but for the last argument, which means nothing else to float32."""
+        full_precision = [f'input_precision="{self.precision}"'] if self.float32 else []
+        if acc and self.apart:
             return f"{acc} + tl.dot({', '.join([a, b, *full_precision])}, max_num_imprecise_acc=1)"
         return f"tl.dot({', '.join([a, b, *([acc] if acc else []), *full_precision])})"
 

@@ -18,9 +18,9 @@ from ..spec import BLOCK, FINE, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
 from .candidates import Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
-from .gpu import GPU
+from .gpu import EXACT, GPU, units
 from .packing import packed_axes
-from .limits import has_relative, registers_per_thread, resident, shared_bytes, units
+from .limits import has_relative, registers_per_thread, resident, shared_bytes
 from .schedules import hopper, hopper_captured, hopper_memory
 
 DIRECTIONS = ("forward", "backward")
@@ -44,7 +44,7 @@ class Plan:
     schedule   "triton", the portable one, or "hopper", warp-specialised
     shared     bytes of shared memory, at least what the compiler takes
     registers  of a thread, predicted
-    precision  of float32 matrix products: "ieee" or "tf32"
+    precision  of float32 matrix products, see `matmul_precision`
     descriptors  tiles are read by the tensor memory accelerator
     listed     tiles to visit come from the mask's run-time summary
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
@@ -139,9 +139,11 @@ def overridden(schedule: str | None = None, parts: int | None = None, packed: bo
         OVERRIDE.update(before)
 
 
-def matmul_precision() -> str:
-    """How float32 matrix products may be computed: "tf32" where PyTorch allows it for its own."""
-    return "tf32" if tf32_allowed() else "ieee"
+def matmul_precision(problem: Problem, gpu: GPU) -> str:
+    """How float32 matrix products are computed: "ieee" or, as good as that where it was measured (Hopper), "bf16x6": each float32 is the sum of three
+    bfloat16, and of their nine products six are more than rounding, with half of an FMA's error. Where PyTorch allows TF32 for its own: "tf32", of which
+    Triton truncates operands; instead of "bf16x6" then "bf16x3", of two bfloat16 each, whose products are good to 2 ** -16 where TF32's are to 2 ** -11."""
+    return [["ieee", "tf32"], ["bf16x6", "bf16x3"]][units(problem, gpu) == "bf16x6"][tf32_allowed()]
 
 
 def _check_types(problem: Problem, gpu: GPU) -> None:
@@ -168,7 +170,8 @@ def _reason(best: Candidate, fit: int, gpu: GPU, predictable: bool) -> str:
 
 def has_descriptors(spec: AttentionSpec, problem: Problem, gpu: GPU) -> bool:
     """Does the card have a tensor memory accelerator that its matrix units read after, and can it index these operands?"""
-    return gpu.vendor == "NVIDIA" and gpu.capability[0] in (9, 10, 11) and len(spec.axes) <= 3 and "float32" not in (problem.dtype, problem.v_dtype)
+    after = found == "bf16x6" if (found := units(problem, gpu)) in EXACT else gpu.vendor == "NVIDIA" and gpu.capability[0] in (9, 10, 11)
+    return after and len(spec.axes) <= 3
 
 
 def all_needs(spec: AttentionSpec) -> tuple[bool, ...]:
@@ -266,7 +269,7 @@ class _Asked:
     def beside(self, schedule: str, kernel: str, plan: Plan | None = None) -> float:
         """Seconds of a kernel that is planned already, or of one without tiles."""
         tiles, programs, registers = (plan.tiles, plan.resident, plan.registers) if plan else ((BLOCK, BLOCK, 4, 1), 1, 0.0)
-        known, scalar = cost.facts(self.spec, rounded(self.problem)), units(self.problem, self.gpu) == "fma"
+        known, scalar = cost.facts(self.spec, rounded(self.problem)), units(self.problem, self.gpu) in EXACT
         return cost.kernel_cost(schedule, kernel, tiles, known, self.gpu, scalar, programs, registers, None if plan else (0.0, 0.0)).seconds
 
     # the Hopper schedule
@@ -293,7 +296,7 @@ class _Asked:
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(stored))
         ordered = backward and deterministic()  # whose turn it is lies in shared memory too
-        return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + 256 * ordered, gpu, matmul_precision(), True, reason,
+        return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + 256 * ordered, gpu, matmul_precision(problem, gpu), True, reason,
                              best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=stored, ordered=ordered))
 
     # the portable schedule
@@ -336,7 +339,7 @@ class _Asked:
                                 f"{best.shared} bytes of shared memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
             reason = _reason(best, fit, gpu, asked.units == "wgmma" and kernel != "dense")
         parts = OVERRIDE.get("parts", best.parts) if kernel == "forward" else 1
-        return _divided(Plan("triton", self.direction, kernel, *best.tiles, best.shared, gpu, matmul_precision(), asked.descriptors, reason,
+        return _divided(Plan("triton", self.direction, kernel, *best.tiles, best.shared, gpu, matmul_precision(problem, gpu), asked.descriptors, reason,
                              best.registers, listed=asked.listed, parts=parts, packed=packed_axes(spec, problem) if asked.packed else ()))
 
 

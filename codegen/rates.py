@@ -8,7 +8,7 @@ class Rate(NamedTuple):
     """Of one kernel of one schedule: what multiplies the seconds that `cost.features` finds for each term at the rates of the data sheet, or seconds.
 
     matrix    matrix products; the following add to it
-    scalar    float32 products, on the ordinary units
+    scalar    float32 products, at `GPU.exact_rate`
     older     tiles of fewer rows than a warpgroup's instruction takes
     split     more warps than rows of 16: they divide the columns, and each reads all of the other operand
     pieces    a head size that is no power of two: several accumulators
@@ -77,9 +77,9 @@ that read the same keys beside each other, as of grouped queries, are in step, a
 RATES: dict[tuple[str, str], Rate] = {
     ('hopper', 'forward'): Rate(matrix=0.887, pieces=0.00569, slim=0.351, element=0.844, broad=0.00441, function=0.495, step=0.228, random=1.16, load=0.288, pressure=9.47, partial=1.57, tile=1.91e-07, restart=2.62e-07, cold=0.813, launch=8.57e-06),  # 263 measurements
     ('hopper', 'one_pass'): Rate(matrix=0.525, pieces=0.773, element=2.78, function=0.651, step=0.00307, random=1.51, load=1.28, pressure=4.95, shallow=5.12e-07, nested=1.1e-07, turn=1.72e-06, restart=4.28e-07, cold=1.04),  # 63 measurements
-    ('triton', 'forward'): Rate(matrix=1.43, scalar=6.25, split=1.94, pieces=0.354, slim=0.16, element=0.95, solo=0.383, function=0.555, step=0.107, random=1.64, load=0.586, pressure=0.283, partial=0.616, shallow=1.73e-07, narrow=1.35e-07, turn=2.41e-06, cold=0.594, launch=4.36e-06),  # 391 measurements
-    ('triton', 'keys'): Rate(matrix=1.24, scalar=10.9, older=2.57, split=1.61, pieces=0.307, slim=0.249, shared=0.447, element=0.779, wide=0.485, broad=0.0974, solo=1.19, function=1.43, random=4.84, load=3.24, tile=1.81e-07, shallow=3.77e-08, nested=3.15e-07, turn=2.63e-06, restart=8.42e-07, cold=1.18),  # 279 measurements
-    ('triton', 'rows'): Rate(matrix=0.965, scalar=7.01, older=2.59, split=2.76, pieces=0.301, element=0.524, wide=0.176, broad=0.174, solo=0.773, function=1.17, step=0.0684, random=2, load=1.05, partial=0.587, tile=1.63e-07, shallow=2.12e-07, narrow=1.2e-07, turn=2.42e-06, cold=1.25, launch=3.17e-07),  # 292 measurements
+    ('triton', 'forward'): Rate(matrix=1.43, scalar=2.63, split=1.94, pieces=0.354, slim=0.16, element=0.95, solo=0.383, function=0.555, step=0.107, random=1.64, load=0.586, pressure=0.283, partial=0.616, shallow=1.73e-07, narrow=1.35e-07, turn=2.41e-06, cold=0.594, launch=4.36e-06),  # 391 measurements
+    ('triton', 'keys'): Rate(matrix=1.24, scalar=4.31, older=2.57, split=1.61, pieces=0.307, slim=0.249, shared=0.447, element=0.779, wide=0.485, broad=0.0974, solo=1.19, function=1.43, random=4.84, load=3.24, tile=1.81e-07, shallow=3.77e-08, nested=3.15e-07, turn=2.63e-06, restart=8.42e-07, cold=1.18),  # 279 measurements
+    ('triton', 'rows'): Rate(matrix=0.965, scalar=2.58, older=2.59, split=2.76, pieces=0.301, element=0.524, wide=0.176, broad=0.174, solo=0.773, function=1.17, step=0.0684, random=2, load=1.05, partial=0.587, tile=1.63e-07, shallow=2.12e-07, narrow=1.2e-07, turn=2.42e-06, cold=1.25, launch=3.17e-07),  # 292 measurements
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 20 measurements
 }
 """(schedule, kernel) -> Rate."""

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from ..expr import BOOL, FLOAT
+from .. import compat
 from ..reference import evaluate, index_grid, reference
 from ..region import Problem
 from ..spec import AttentionSpec
@@ -96,6 +97,8 @@ def check(module: ModuleType, device: str | None = None) -> dict[str, float]:
     q, k, v, aux, seed, sizes = inputs(spec, problem, device)
     on_gpu = launch.uses_triton(q, k, v) and (device != "cpu" or not hasattr(module, "gluon"))  # the interpreter does not run Gluon
     if on_gpu:
+        if compat.interpreting():
+            compat.repair_interpreter()
         run_forward, run_backward = module.forward, getattr(module, "backward", None)
     else:
         print("no GPU, and Triton's interpreter is off (TRITON_INTERPRET=1): checking the tiled PyTorch schedule instead")

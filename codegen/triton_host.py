@@ -72,7 +72,7 @@ def _key(spec, sizes, operands) -> tuple:
         else:
             key += (t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
     if torch.float32 in (q.dtype, v.dtype):
-        key.append(plan.matmul_precision())
+        key.append(compat.tf32_allowed())
     return tuple(key)
 
 

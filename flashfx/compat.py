@@ -13,14 +13,14 @@ def interpreting() -> bool:
 
 @functools.cache
 def repair_interpreter() -> None:
-    """Make Triton's interpreter (3.6, 3.7) compute bfloat16 as a GPU does.
+    """Make Triton's interpreter (3.6, 3.7) compute bfloat16 as a GPU does, and take float32 products that the GPU divides into it.
 
     There bfloat16 is held as uint16: `tl.dot` multiplies the bit patterns as integers, and float32 -> bfloat16 truncates
     instead of rounding to nearest even. With both repaired, the text that tests run is the text that GPUs run.
     """
     import numpy as np
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
 
     original_cast = InterpreterBuilder.cast_impl
 
@@ -41,6 +41,8 @@ def repair_interpreter() -> None:
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         return TensorHandle(np.matmul(widen(a), widen(b), dtype=np.float32) + d.data, d.dtype.scalar)
 
+    known = interpreter_builder.options.allowed_dot_input_precisions
+    object.__setattr__(interpreter_builder.options, "allowed_dot_input_precisions", (*known, "bf16x3", "bf16x6"))
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_dot = create_dot
 

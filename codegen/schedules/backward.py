@@ -18,14 +18,15 @@ from .forward import heavy_last
 from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
 
 
-def keys_kernel(site: Site) -> Kernel:
-    """dK and dV (and gradients of loads over j alone) for a tile of BLOCK_N keys."""
+def keys_kernel(site: Site, of: str = "KV") -> Kernel:
+    """dK and dV (and gradients of loads over j alone) for a tile of BLOCK_N keys. of: "K" or "V" for one of them, the loads' with dK's."""
     spec = site.spec
     mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
-    columns = site.loads_over("j")
+    columns = site.loads_over("j") if "K" in of else []
     results = {"dK": "grad_k", "dV": "grad_v"} | {buffer(site, load): buffer(site, load) for load in columns} | ends_arguments(site)
     shared = f", summed over ({', '.join(others)}) in registers" if others else ""
-    kernel = Kernel("attention_backward_keys", f"One program: gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}.",
+    name, what = {"KV": ("keys", "keys and values"), "K": ("keys", "keys"), "V": ("values", "values")}[of]
+    kernel = Kernel(f"attention_backward_{name}", f"One program: gradients of the {what} j0 <= j < j0 + BLOCK_N{shared}.",
                     arguments(site, results), ("BLOCK_M", "BLOCK_N"), "KEYS")
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
@@ -39,24 +40,25 @@ def keys_kernel(site: Site) -> Kernel:
     out.assign("cols", "tl.arange(0, BLOCK_N)")
     out.assign("j", "j0 + cols")
     head_index(site, out, "de")
-    for name in ("K", "V"):
+    for name in ("K", "V") if "K" in of else ("K",):
         # read by TMA, wide tiles that the matrix units take from registers would be kept there through the loop
-        load_tile(site, out, name, name.lower(), "(j < N)[:, None]", direct=max(site.D, site.Dv) > 128)
+        load_tile(site, out, name, name.lower(), "(j < N)[:, None]", direct=max(site.D, site.Dv) > 128 or site.float32)
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
-    for c in site.qk_chunks:
+    for c in site.qk_chunks if "K" in of else ():
         out.assign(f"dk{c.suffix}", f"tl.zeros([BLOCK_N, {c.width}], tl.float32)")
-    for c in site.v_chunks:
+    for c in site.v_chunks if "V" in of else ():
         out.assign(f"dv{c.suffix}", f"tl.zeros([BLOCK_N, {c.width}], tl.float32)")
     if others:
         with out.block(f"for g in tl.range(0, {count(others)}):", "the queries that share these keys"):
             decode(out, others, "g")
-            _over_rows(site, out, columns)
+            _over_rows(site, out, columns, of)
     else:
-        _over_rows(site, out, columns)
-    rest, factor = scaled(site, QK)
-    _store(site, out, "K", "dk", "y", "N", "cols", factor)
-    _store(site, out, "V", "dv", "y", "N", "cols", kept_scale(spec.dropout))
+        _over_rows(site, out, columns, of)
+    if "K" in of:
+        _store(site, out, "K", "dk", "y", "N", "cols", scaled(site, QK)[1])
+    if "V" in of:
+        _store(site, out, "V", "dv", "y", "N", "cols", kept_scale(spec.dropout))
     return kernel
 
 
@@ -64,7 +66,7 @@ def _ends(found) -> tuple[Expr, ...]:
     return found.lo, found.hi, found.full_lo, found.full_hi
 
 
-def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
+def _over_rows(site: Site, out: Writer, columns: list[Load], of: str) -> None:
     """One batch index of the key kernel: the loops over tiles of rows."""
     spec = site.spec
     if tuple(spec.axes) == site.axes_of("k", "v"):
@@ -96,9 +98,12 @@ def _over_rows(site: Site, out: Writer, columns: list[Load]) -> None:
         if spec.dropout:
             body.keep(out)
             weights = "tl.where(keep, p, 0.0)"
-        out.assign("weights", f"({weights}).to(do{site.v_chunks[0].suffix}.dtype)")
-        for c in site.v_chunks:
-            out.assign(f"dv{c.suffix}", site.dot("weights", f"do{c.suffix}", f"dv{c.suffix}"))
+        if "V" in of:
+            out.assign("weights", f"({weights}).to(do{site.v_chunks[0].suffix}.dtype)")
+            for c in site.v_chunks:
+                out.assign(f"dv{c.suffix}", site.dot("weights", f"do{c.suffix}", f"dv{c.suffix}"))
+        if "K" not in of:
+            return
         out.assign("delta", "tl.load(delta_rows + i)")
         body.gradient(out, partial)
         for load, r, f in found:
@@ -145,6 +150,8 @@ def _store(site: Site, out: Writer, operand: str, name: str, flat: str, size: st
     x = "j" if rows == "cols" else "i"
     head = site.D if operand in "QK" else site.Dv
     out.assign(f"d{operand.lower()}_tile", f"d{operand} + (tl.cast({flat}, tl.int64) * {size} + {x}0) * {head}")
+    if site.float32 and not site.scalar:
+        rows = out.assign("own", f"{rows} + ({size} >> 31)", "a zero that the compiler does not know: addresses of the operand's tile, alike, were kept through the loop")
     for c, index, check in pieces(site, operand):
         mask = " & ".join([f"({x} < {size})[:, None]", *([check] if check else [])])
         value = f"{name}{c.suffix}" if factor == 1.0 else f"({name}{c.suffix} * {factor!r})"

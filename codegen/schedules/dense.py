@@ -75,12 +75,12 @@ def add_tile(site: Site, out: Writer, load: Load, within: Load | None = None) ->
 
 
 def _add(site: Site, out: Writer, body: Body, load: Load) -> None:
-    load_tile(site, out, "Q", "q", "(i < M)[:, None]", direct=True)
-    load_tile(site, out, "K", "k", "(j < N)[:, None]", direct=True)
+    load_tile(site, out, "Q", "q", "(i < M)[:, None]", direct=not site.float32)
+    load_tile(site, out, "K", "k", "(j < N)[:, None]", direct=not site.float32)
     rest, factor = scaled(site, load)
     body.weights(out, True, "", [rest])
-    load_tile(site, out, "dO", "do", "(i < M)[:, None]", direct=True)
-    load_tile(site, out, "V", "v", "(j < N)[:, None]", direct=True)
+    load_tile(site, out, "dO", "do", "(i < M)[:, None]", direct=not site.float32)
+    load_tile(site, out, "V", "v", "(j < N)[:, None]", direct=not site.float32)
     if site.spec.dropout:
         body.keep(out)
     body.gradient(out, True)

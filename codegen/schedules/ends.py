@@ -42,7 +42,7 @@ def score(site: Site, program: Program, out: Writer, rows: Span, keys: Span, wit
     The branch chooses a tile of the table and not of scores: Triton 3.6 fails to pipeline products that are read in a branch. On scalar units there is none:
     Triton would work out P again behind it for each layout, in that of a product's operand too, where a thread holds whole rows.
     """
-    loads = [load for load in ended(site) if load != within and not site.scalar]
+    loads = [load for load in ended(site) if load != within and not site.float32]
     if loads:
         classify(site, program, out, rows, keys)
         shape = f"[{rows[1]}, {keys[1]}]" if program.columns == "j" else f"[{keys[1]}, {rows[1]}]"

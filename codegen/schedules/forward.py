@@ -68,7 +68,7 @@ def forward_kernel(site: Site) -> Kernel:
         out.assign("i", "i0 + rows")
     head_index(site, out, "de")
     if QK in spec.score.leaves:
-        load_tile(site, out, "Q", "q", "(i < M)[:, None]", packed=bool(site.packed))
+        load_tile(site, out, "Q", "q", "(i < M)[:, None]", packed=bool(site.packed), direct=site.float32)
         matrix(site, out, "K")
     matrix(site, out, "V")
     if spec.dropout:

@@ -10,8 +10,8 @@ import torch
 
 from ..codegen import cost, rates
 from ..codegen.candidates import ask, ranked
-from ..codegen.gpu import BY_NAME, GPU
-from ..codegen.limits import registers_per_thread, resident, shared_bytes, units
+from ..codegen.gpu import BY_NAME, EXACT, GPU, units
+from ..codegen.limits import registers_per_thread, resident, shared_bytes
 from ..codegen.packing import packed_axes
 from ..codegen.rates import Rate
 from ..codegen.schedules import hopper
@@ -83,7 +83,7 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
         registers = registers_per_thread(kernel, tiles, p, spec)
         programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu, packed=packed), registers)
     known = cost.facts(spec, p).packed(packed)
-    found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, known, gpu, units(p, gpu) == "fma", programs, registers)
+    found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, known, gpu, units(p, gpu) in EXACT, programs, registers)
     return found, max(device / (gpu.bandwidth * rates.BANDWIDTH), all_bytes / (gpu.bandwidth * rates.CACHE), waiting)
 
 

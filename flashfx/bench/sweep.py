@@ -199,12 +199,14 @@ def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
     for name, us in each(kept, clock):
         kernel = ROLES[job.schedule].get(name, "dense")
         own = tiles.get({"one_pass": "keys"}.get(kernel, kernel))
-        found[f"{job.schedule} {kernel}" + (f" {name_of(own)}" if own else "")] = us
+        key = f"{job.schedule} {kernel}" + (f" {name_of(own)}" if own else "")
+        found[key] = us + (found.get(key, 0.0) if kernel == "keys" else 0.0)  # dV may have a kernel of its own
     return found
 
 
 ROLES = {
-    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward_keys": "keys", "attention_backward_rows": "rows"},
+    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward_keys": "keys", "attention_backward_values": "keys",
+               "attention_backward_rows": "rows"},
     "hopper": {"attention_delta": "delta", "attention_backward_keys": "one_pass", "attention_backward_rows": "sum", "attention_sum": "total"},
 }
 """Names of generated kernels -> kernels of the cost model; any other is "dense"."""

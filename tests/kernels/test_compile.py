@@ -139,6 +139,17 @@ def test_the_hopper_forward_does_not_spill(head, variant, kind):
     assert plan.schedule == "hopper" and not report.spilled and not report.serialised, report
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize("head, variant, kind, M", [(64, "causal", "gqa", 1024), (128, "padding", "self", 1000), (128, "full", "self", 1024), (112, "t5_table", "self", 1024)])
+def test_float32_where_tf32_is_allowed_builds(arch, head, variant, kind, M):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        builds(arch, "float32", head, variant, kind, M)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("head, variant, kind", [(128, "causal", "self"), (128, "window", "gqa"), (64, "full", "self"), (64, "causal", "gqa"), (80, "bias", "self")])
 def test_an_ordered_backward_builds(head, variant, kind):
     torch.use_deterministic_algorithms(True)

@@ -15,7 +15,7 @@ from flashfx.codegen import candidates, cost, gpu, load, triton_host
 from flashfx.codegen.blocks import pays
 from flashfx.codegen.candidates import representative, rounded
 from flashfx.codegen.factors import by_vectors, gathered, peel
-from flashfx.codegen.limits import LIMIT, registers_per_thread, shared_bytes, units
+from flashfx.codegen.limits import LIMIT, registers_per_thread, shared_bytes
 from flashfx.codegen.packing import packed_axes
 from flashfx.codegen.parts import chunks
 from flashfx.codegen.plan import DIRECTIONS, MARGIN, SCHEDULES, make_plan, overridden, why_not_hopper
@@ -51,7 +51,7 @@ def test_every_plan_fits(row, head, dtype):
                     assert row.capability == (9, 0) and part.BLOCK_M % hopper.ROWS == 0 and part.BLOCK_N & (part.BLOCK_N - 1) == 0
                     assert 65536 >= part.options["maxnreg"] * 32 * (part.num_warps + 4)
                     continue
-                if units(p, row) == "wgmma" and part.kernel != "dense":
+                if gpu.units(p, row) == "wgmma" and part.kernel != "dense":
                     assert registers_per_thread(part.kernel, part.tiles, p, spec(ALL[name])) <= LIMIT[part.kernel]
                 assert all(n >= 16 and n & (n - 1) == 0 for n in (part.BLOCK_M, part.BLOCK_N)) and max(part.BLOCK_M, part.BLOCK_N) <= 128
 
@@ -312,14 +312,15 @@ if x:  # why
 def test_tf32_follows_either_setting():
     """PyTorch's older switch raises when read after the newer one was set."""
     from flashfx.codegen.plan import matmul_precision
+    of = lambda head: [matmul_precision(Problem((2, 8), 512, 512, head, head, "float32", "float32"), gpu.BY_NAME[card]) for card in ("A100", "H200")]
     before, matmul = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
     try:
         torch.set_float32_matmul_precision("high")
-        assert matmul_precision() == "tf32"
+        assert of(64) == ["tf32", "bf16x3"] and of(256) == ["tf32", "tf32"]
         torch.set_float32_matmul_precision("highest")
-        assert matmul_precision() == "ieee"
+        assert of(64) == ["ieee", "bf16x6"] and of(256) == ["ieee", "ieee"]
         matmul.fp32_precision = "tf32"
-        assert matmul_precision() == "tf32"
+        assert of(64) == ["tf32", "bf16x3"] and of(256) == ["tf32", "tf32"]
     finally:
         matmul.fp32_precision = "none"
         torch.set_float32_matmul_precision(before)
