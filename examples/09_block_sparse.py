@@ -8,17 +8,17 @@ Sparse Transformer, and a mask of blocks that arrives as a tensor, one entry for
 
 Output:
     butterfly       error …   where (bit_xor(i // 128, j // 128) <= 2) | (bit_xor(i // 128, j // 128) == 4) | (bit_xor(i // 128, j // 128) == 8)
-                    tiles   2816 (69%) tiles skipped, 1280 (31%) full, 0 (0%) partial
+                    tiles   1408 (69%) tiles skipped, 640 (31%) full, 0 (0%) partial
     sliding_window  error …   where abs(i - j) <= 256
-                    tiles   3024 (74%) tiles skipped, 848 (21%) full, 224 (5%) partial
+                    tiles   1512 (74%) tiles skipped, 424 (21%) full, 112 (5%) partial
     dilated_window  error …   where ((i - j) % 4 == 0) & (abs(i - j) <= 1024)
-                    tiles   960 (23%) tiles skipped, 0 (0%) full, 3136 (77%) partial
+                    tiles   480 (23%) tiles skipped, 0 (0%) full, 1568 (77%) partial
     longformer      error …   where (abs(i - j) <= 256) | (i <= 15) | (j <= 15)
-                    tiles   2496 (61%) tiles skipped, 736 (18%) full, 864 (21%) partial
+                    tiles   1248 (61%) tiles skipped, 368 (18%) full, 432 (21%) partial
     big_bird        error …   where (abs(i // 128 - j // 128) <= 1) | (i // 128 == 0) | (i // 128 == 15) | (j // 128 == 0) | (j // 128 == 15) | mask[i // 128, j // 128]
                     tiles   0 (0%) tiles skipped, 1184 (29%) full, 0 (0%) partial, 2912 (71%) decided by the data at run time; blocks of 128 that the data hide are skipped too, fully visible ones read without the mask
     strided         error …   where (((i - j) % 512 == 0) | (j > i - 128)) & (j <= i)
-                    tiles   3216 (79%) tiles skipped, 0 (0%) full, 880 (21%) partial
+                    tiles   1608 (79%) tiles skipped, 0 (0%) full, 440 (21%) partial
     block_mask      error …   where mask[i // 128, j // 128]
                     tiles   0 (0%) tiles skipped, 0 (0%) full, 0 (0%) partial, 4096 (100%) decided by the data at run time; blocks of 128 that the data hide are skipped too, fully visible ones read without the mask
 """

@@ -71,7 +71,7 @@ def keys_kernel(site: Site) -> Kernel:
     reserve_ends(site, out)
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
     reserve_numbers(site, out)
-    barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": halves})
+    barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {}))
     ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
@@ -84,7 +84,7 @@ def keys_kernel(site: Site) -> Kernel:
     if is_split(site):
         pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads]
-        kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least)])
+        kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
     else:
         own, least = REGISTERS[reads]
         kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least)])
@@ -196,7 +196,11 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
             _store_through_dq(site, out)
         else:
             out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
-            _store(site, out, "j0", "kv", "BLOCK_N")
+            _keep(site, out, "kv", "BLOCK_N")
+            out.line("barrier()")
+            _copy_out(site, out, "j0", "kv")
+            out.line("tma.store_wait(0)")
+            out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
     out.line("tma.store_wait(0)")
     return consumer
 
@@ -211,19 +215,18 @@ def _gradients(site: Site) -> tuple[tuple[str, str, str, Chunk, str], ...]:
     return tuple(found)
 
 
-def _store(site: Site, out: Writer, first: str, index: str, rows: str | int) -> None:
-    """Store dV and dK through the place of V and K. What the assembler knows ahead of the loop over rows, an address or a coordinate of 0, it keeps in a
-    register throughout it: `index` and the last coordinate have an unknown zero, of numbers that are not negative."""
+def _keep(site: Site, out: Writer, index: str, rows: str | int) -> None:
+    """Keep dV and dK in the place of V and K. What the assembler knows ahead of the loop over rows, an address, it holds in a register throughout it:
+    `index` has an unknown zero, of a number that is not negative."""
     for _, operand, _, c, value in _gradients(site):
         out.line(f"{tile_view(f'{operand.lower()}_tile', c, index, rows)}.store({value})")
     out.line("fence_async_shared()")
-    out.line("barrier()")
+
+
+def _copy_out(site: Site, out: Writer, first: str, index: str) -> None:
+    """Copy dV and dK from the place of V and K to memory."""
     for _, operand, tiles, c, _ in _gradients(site):
-        coordinates = position(site, operand, first, c, "tile >> 31")
-        out.line(f"tma.async_copy_shared_to_global({tiles}, {coordinates}, {operand.lower()}_tile{c.suffix}.index({index}))")
-    if key_tiles(site) == 1:
-        out.line("tma.store_wait(0)")
-        out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
+        out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
 
 
 def through_dq(site: Site) -> bool:
@@ -305,8 +308,6 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
             out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
             out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
             out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
-            out.line("tma.store_wait(0)", "the gradients before these have left their place")
-            out.line("mbarrier.arrive(kv_empty.index(1 - kv), count=1, pred=(is_first != 0) & (at > 0))")
             if others:
                 flush_ends(site, out, "tile * 2 + PART", f"gl.zeros([{HALF}], gl.float32, keywise)")
         keys_at(site, out, 4)
@@ -315,6 +316,19 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
         out.assign("at", "end - 1")
         slot_of(out)
         out.line("mbarrier.wait(ds_empty.index(slot), phase)", "dQ has read the keys: their place takes the gradients")
-        _store(site, out, f"j0 + PART * {HALF}", "own + (nth >> 31)", HALF)
-    out.line("tma.store_wait(0)")
+        _keep(site, out, "own + (nth >> 31)", HALF)
+        out.line("mbarrier.arrive(kv_done.index(kv), count=1)")
     return consumer
+
+
+def _store_keys(site: Site, tiles) -> Partition:
+    """Beside both halves: neither waits until its gradients have left, nor holds what says where they go."""
+    storer = Partition("store_keys", "One warp: dV and dK of a tile of keys to memory, when both halves are done.")
+    out = storer.body
+    with tiles(out, 1, False):
+        out.line("mbarrier.wait(kv_done.index(kv), nth >> 1 & 1)")
+        for n in range(2):
+            _copy_out(site, out, f"j0 + {n * HALF}" if n else "j0", f"kv * 2 + {n}")
+        out.line("tma.store_wait(0)")
+        out.line("mbarrier.arrive(kv_empty.index(kv), count=1)", "the place of the keys and values is free")
+    return storer

@@ -179,22 +179,25 @@ def _place(site: Site, nth: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------ the warpgroups
 
 @contextmanager
-def each_tile(site: Site, out: Writer, warps: int):
-    """Of a warpgroup (or two together): the loop over tiles of keys, once they have arrived."""
+def each_tile(site: Site, out: Writer, warps: int, counts: bool = True):
+    """Of a warpgroup (or two together), or a warp: the loop over tiles of keys, once they have arrived. counts: does it count steps?"""
     def arrived() -> None:
         place, phase = _place(site, "nth")
         out.assign("kv", place)
         out.line(f"mbarrier.wait(kv_full.index(kv), {phase})")
         out.assign("tile", _number(site, "tile", warps))
     out.assign("nth", "0")
-    out.assign("before", "0", "counts steps over all tiles of keys")
+    if counts:
+        out.assign("before", "0", "counts steps over all tiles of keys")
     arrived()
     with out.block("while tile >= 0:"):
         keys_at(site, out, warps)
         steps = _number(site, "steps", warps)
-        out.assign("end", f"before + {f'tl.maximum({steps}, 1)' if is_tight(site) else steps}")
+        if counts:
+            out.assign("end", f"before + {f'tl.maximum({steps}, 1)' if is_tight(site) else steps}")
         yield
-        out.assign("before", "end")
+        if counts:
+            out.assign("before", "end")
         out.assign("nth", "nth + 1")
         arrived()
 

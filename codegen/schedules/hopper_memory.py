@@ -106,7 +106,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + keys * 8 * n * by_key + 2048
     found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
     found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
-    found += [(keys * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * (6 if split else 4)
+    found += [(keys * BARRIER, 16)] * (3 if split else 2) + [(stages * BARRIER, 16)] * (6 if split else 4)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     told = keys * (4 + len(spec.axes) - len(others)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
     found += [(NUMBER * number, 16) for number in told]
@@ -210,7 +210,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
-    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 if split else 6) * _buffer(2)
+    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (9 if split else 6) * _buffer(2)
     total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
     total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (averages(spec) + listed)
     ends = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
