@@ -202,7 +202,8 @@ def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
     out.assign("partial_tiles", "tl.where(count == 0, 1, partial_tiles)")
     out.assign("count", "tl.maximum(count, 1)", "at least one tile, if a hidden one")
     if override:
-        out.assign("count", f"tl.where({override}, tl.cdiv({size}, {block}), count)", "a row that averages v reads every tile")
+        # there are no more tiles than rows: but the assembler would work out `size` + `block` - 1 ahead of all partitions, for a register of each thread
+        out.assign("count", f"tl.where({override}, tl.cdiv(tl.maximum({size}, count), {block}), count)", "a row that averages v reads every tile")
         out.assign("partial_tiles", f"tl.where({override}, count, partial_tiles)")
     return "(t < partial_tiles)"
 
