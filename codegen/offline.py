@@ -18,18 +18,20 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 from .gpu import GPU
-from .replay import without_spilling
+from .spilling import settled
 
 
 @dataclass(frozen=True)
 class Report:
-    """One kernel: bytes of shared memory, registers of a thread, bytes spilled, and whether asynchronous matrix products run one by one."""
+    """One kernel: bytes of shared memory, registers of a thread, bytes spilled, whether asynchronous matrix products run one by one, and options
+    that it took in place of the plan's, which would have spilled."""
 
     kernel: str
     shared: int
     registers: int
     spilled: int
     serialised: bool
+    instead: tuple[tuple[str, int], ...] = ()
 
 
 class _Driver:
@@ -56,13 +58,14 @@ class _Recorder:
 
     def __getitem__(self, grid):
         def run(*args, **options):
-            compiled = self.function.warmup(*args, grid=grid, **options)
-            figures = assembled(compiled, self.gpu)
-            more = without_spilling(figures[1], options)
-            if more:
-                compiled = self.function.warmup(*args, grid=grid, **options, **more)
-                figures = assembled(compiled, self.gpu)
-            self.found.append(Report(self.function.__name__, compiled.metadata.shared, *figures))
+            built = {}
+
+            def spilled(more: dict[str, int]) -> int:
+                compiled = self.function.warmup(*args, grid=grid, **options | more)
+                found = Report(self.function.__name__, compiled.metadata.shared, *assembled(compiled, self.gpu), tuple(more.items()))
+                built[found.instead] = found
+                return found.spilled
+            self.found.append(built[tuple(settled(spilled, self.function.__name__, options, args).items())])
         return run
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import compat
+from .spilling import settled
 
 _active = threading.local()
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
@@ -23,11 +24,8 @@ _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.defau
 
 
 class Watched:
-    """Stands in for a kernel in a generated module and tells the recording under way what was launched.
-
-    The assembler gives a kernel fewer registers than there are when it hopes for more programs at a time, and then spills some. A kernel
-    that spills is compiled again with as many as a thread can have.
-    """
+    """Stands in for a kernel in a generated module and tells the recording under way what was launched. One that spills registers is compiled
+    again (`spilling`)."""
 
     def __init__(self, kernel):
         self.kernel, self.more = kernel, None
@@ -37,16 +35,12 @@ class Watched:
 
     def _launch(self, grid, *args, **options):
         if self.more is None:
-            self.more = without_spilling(compat.spilled(self.kernel.warmup(*args, grid=grid, **options)), options)
-        compiled = self.kernel[grid](*args, **options, **self.more)
+            self.more = settled(lambda more: compat.spilled(self.kernel.warmup(*args, grid=grid, **options | more)), self.kernel.__name__, options, args)
+        options = options | self.more
+        compiled = self.kernel[grid](*args, **options)
         recording = getattr(_active, "recording", None)
         if recording is not None:
             recording.launched(compiled, (*grid, 1, 1)[:3], [*args, *(options[name] for name in self.kernel.arg_names[len(args):])])
-
-
-def without_spilling(spilled: int, options: dict) -> dict[str, int]:
-    """What to add to a kernel's options, by how much it spilled with these."""
-    return {"maxnreg": 255} if spilled and "maxnreg" not in options else {}
 
 
 def watch_launches(module) -> None:

@@ -13,8 +13,9 @@ from .. import compat
 from ..region import Problem
 from ..spec import AttentionSpec
 from .layout import empty_lse, empty_output
-from .replay import Watched, without_spilling
+from .replay import Watched
 from .selfcheck import captured_tensors
+from .spilling import settled
 
 
 class Operands:
@@ -47,8 +48,9 @@ class _Launches:
 
     def __getitem__(self, grid):
         def run(*args, **options):
-            more = {} if compat.interpreting() else without_spilling(compat.spilled(self.kernel.warmup(*args, grid=grid, **options)), options)
-            self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*args, **options, **more)))
+            spilled = lambda more: compat.spilled(self.kernel.warmup(*args, grid=grid, **options | more))
+            more = {} if compat.interpreting() else settled(spilled, self.kernel.__name__, options, args)
+            self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*args, **options | more)))
             self.kept[-1][1]()
         return run
 

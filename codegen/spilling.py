@@ -1,0 +1,41 @@
+"""What a kernel is compiled with where it spills registers as planned.
+
+No register model knows every score function, mask and length; where there is none, tiles are the largest that compiled without spilling for the specs of the
+tests. So the compiler is asked at the first launch what it spilled, and while it did a kernel is compiled again, with
+1. as many registers as a thread can have: the assembler gives fewer when it hopes for more programs at a time,
+2. twice the warps,
+3. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays.
+"""
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+INNER = {"attention_forward": "BLOCK_N", "attention_backward_rows": "BLOCK_N", "attention_backward_keys": "BLOCK_M", "attention_backward_values": "BLOCK_M"}
+"""Kernels with a loop -> the tile that they go through it by."""
+LEAST, WARPS, REGISTERS = 16, 8, 255
+"""Elements that a matrix product takes at least; warps of a program at most, of which each thread can have so many registers."""
+
+
+def attempts(kernel: str, options: Mapping[str, Any], args: Sequence) -> Iterator[dict[str, int]]:
+    """Options to replace, the best first. None where warps have parts of their own, with registers dealt out; no other tile where the host has told TMA its
+    size."""
+    if "maxnreg" in options:
+        return
+    name, warps = INNER.get(kernel, ""), options.get("num_warps", 4)
+    described = any(hasattr(arg, "block_shape") for arg in args)
+    inner = options.get(name, LEAST)
+    for tile in [inner] if described else [inner >> n for n in range(8) if inner >> n >= LEAST]:
+        for count in (warps, warps * 2)[: 1 + (warps < WARPS)]:
+            yield {"maxnreg": REGISTERS} | ({name: tile} if tile < inner else {}) | ({"num_warps": count} if count > warps else {})
+
+
+def settled(spilled: Callable[[dict[str, int]], int], kernel: str, options: Mapping[str, Any], args: Sequence) -> dict[str, int]:
+    """The first of them with which it does not spill, or spills least. spilled: bytes (or registers) with these instead."""
+    best, least = {}, spilled({})
+    for more in attempts(kernel, options, args):
+        if not least:
+            break
+        found = spilled(more)
+        if found < least:
+            best, least = more, found
+    return best
