@@ -146,6 +146,14 @@ def in_gluon(text: str) -> str:
     return re.sub(r"\btl\.", "gl.", text)
 
 
+LATE = '''@gluon.jit
+def late(size, now):
+    """`size`, of which the compiler works out nothing before it knows `now`, which is not negative: in front of all partitions it would take a register
+    of each."""
+    text: gl.constexpr = "{ .reg .b32 z; shr.s32 z, $2, 31; add.s32 $0, $1, z; }"
+    return gl.inline_asm_elementwise(text, "=r,r,r", [size, now], gl.int32, is_pure=True, pack=1)'''
+
+
 APART = '''@gluon.jit
 def apart(values, one):
     """The most that any of some integers differs from `one`: 0 not at all, 1 in the low word alone, 2 in the high one. The greatest of
@@ -160,7 +168,7 @@ def helpers(text: str) -> list[str]:
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
     return [*found, *([KEEP_TILE] if "random_bits(" in text else []), *([APART] if "apart(" in text else []),
-            *([MARK] if "marked_by_keep(" in text else [])]
+            *([MARK] if "marked_by_keep(" in text else []), *([LATE] if "late(" in text else [])]
 
 
 def words_of(text: str) -> set[str]:

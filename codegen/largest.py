@@ -10,6 +10,7 @@ from ..expr import Var
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from . import exact
+from .captured import ends
 from .gpu import EXACT, GPU, units
 from .limits import grouped, has_relative, is_heavy, padded
 from .parts import DENSE_IN_PIECES, chunks
@@ -57,6 +58,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
         tiles = (32, 64, 4 if head <= 80 else 8, 2)
     if kernel == "keys" and found == "mma" and step == 64 and has_relative(spec) and grouped(spec):  # sums of dS beyond a table's ends
         tiles = (32, 64, 8, 1)
+    if kernel == "keys" and found == "mma" and spec.dropout and any(map(ends, spec.score.loads)):
+        return 16, 32, 8, 1
     if kernel == "rows" and found == "mma" and heavy and spec.is_data_masked:
         tiles = (min(tiles[0], 64), min(tiles[1], 32), *tiles[2:])
     if kernel != "forward" and found == "mma" and step == 64 and not heavy and not several and spec.is_data_masked:  # what the mask reads, by row or key

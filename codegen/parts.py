@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Iterable, Sequence
 
-from ..expr import BOOL, Call, Expr, Load, conjuncts
+from ..expr import BOOL, QK, Call, Expr, Load, conjuncts
 from ..spec import AttentionSpec, EmptyRow
 from . import captured
-from .factors import by_vectors, gathered, peel
+from .derivative import partial as derivative
+from .factors import by_vectors, gathered, peel, split_factor
 from .philox import HALF_BITS, ROUNDS
 from .program import local, pointer, stride
 from .ranges import Bounds, bounds, never_empty, not_behind
@@ -77,6 +78,13 @@ def even_chunks(size: int) -> tuple[Chunk, ...]:
     padded = 16 if size <= 16 else -(-size // 32) * 32
     width = min(padded, 32) if padded % 64 else 64
     return tuple(Chunk(str(n) if width < padded else "", n * width, width, (n + 1) * width > size) for n in range(padded // width))
+
+
+@functools.cache
+def is_overfull(spec: AttentionSpec) -> bool:
+    """Do a table read at j - i, dropout and a derivative of the score that differs from element to element leave no registers for sums of dK and dV both?"""
+    tables = any(captured.is_relative(load) for load in spec.score.loads)
+    return tables and spec.dropout > 0 and {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
 
 
 @dataclass(frozen=True)
@@ -180,14 +188,19 @@ class Site:
         return APART.get(self.precision, 0) if self.float32 else 0
 
     @property
+    def in_pieces(self) -> bool:
+        """Do matrix units multiply float32, each number as a sum of narrower ones?"""
+        return self.float32 and self.precision != "ieee"
+
+    @property
     def divided(self) -> bool:
         """Have dK and dV kernels of their own? Sums of both are more than registers hold beside what matrix units take for a product of float32."""
-        return self.float32 and self.precision != "ieee"
+        return self.in_pieces or is_overfull(self.spec)
 
     @property
     def dense(self) -> Site:
         """As the kernels for gradients over rows and keys are written."""
-        wide = self.divided and max(self.D, self.Dv) > DENSE_IN_PIECES
+        wide = self.in_pieces and max(self.D, self.Dv) > DENSE_IN_PIECES
         return replace(self, precision="ieee", descriptors=False) if wide else self
 
     @property
@@ -199,7 +212,7 @@ class Site:
         return self._chunks(self.Dv)
 
     def _chunks(self, size: int) -> tuple[Chunk, ...]:
-        return even_chunks(size) if self.divided else chunks(size, self.apart or 256)
+        return even_chunks(size) if self.in_pieces else chunks(size, self.apart or 256)
 
     @property
     def v_index(self) -> str:

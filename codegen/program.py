@@ -95,6 +95,7 @@ class Program:
         self.certain: frozenset[str] = frozenset()
         self.uses: Counter = Counter()
         self.others: dict[Load, str] = {}  # what loads read beyond the end, where that is not 0
+        self.latest = ""  # a number of the loop, not negative: what sizes alone make is made of it too where nothing is kept, see `late`
         self._serial: Counter = Counter() if beside is None else beside._serial
 
     def enter(self, out: Writer, roots: Iterable[Expr], certain: Iterable[str] = ()) -> None:
@@ -109,6 +110,7 @@ class Program:
     def here(self, out: Writer) -> Program:
         """A program of the same kernel that writes everything where it is, and keeps nothing for later."""
         program = Program(self.spec, out, "", self.columns, beside=self, packed=self.packed)
+        program.latest = self.latest
         program.enter(out, [], "ij")
         return program
 
@@ -150,6 +152,8 @@ class Program:
         if isinstance(e, Const):
             return literal(e.value)
         if isinstance(e, Var):
+            if e.name in ("M", "N") and self.latest and not self.inner:
+                return f"late({e.name}, {self.latest})"
             return e.name if e.name in ("i", "j", "i0", "i1", "j0", "j1", "M", "N") else local(e.name)
         if e == QK:
             return "qk"
@@ -209,6 +213,8 @@ class Program:
                 target = vectors[next(iter(own))] if own else scalar
                 target.append(f"tl.cast({self.value(index)}, tl.int64) * {step}")
         address = pointer(load.name)
+        if self.latest and not self.inner and not dims:
+            address = f"{address} + late(0, {self.latest})"
         if scalar:
             address = " + ".join([address, *scalar])
         fixed = [x for x in ("i", "j") if vectors[x] and x != self.inner]

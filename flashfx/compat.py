@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 
 
 def interpreting() -> bool:
@@ -118,8 +119,12 @@ def direct_launch(compiled):
 
 
 def spilled(compiled) -> int:
-    """Registers that a compiled kernel spills, as the driver reports when it is loaded."""
-    compiled.run  # loads it
+    """Registers that a compiled kernel spills, as the driver reports when it is loaded; more than any where it takes more than the card has."""
+    from triton.runtime.errors import OutOfResources
+    try:
+        compiled.run  # loads it
+    except OutOfResources:
+        return sys.maxsize
     return compiled.n_spills
 
 

@@ -11,7 +11,7 @@ from ...spec import BLOCK, FINE, AttentionSpec
 from ..captured import differentiable_loads, ends
 from ..factors import peel
 from ..philox import HALF_BITS, is_narrow
-from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
+from ..parts import Chunk, Site, arguments, chunks, flatten, is_overfull, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..writer import Writer
@@ -50,6 +50,8 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
         return None
     if any(not {"i", "j"} <= load.variables for load in differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))):
         return "captured tensors that are not read at both row and key need gradients"
+    if is_overfull(spec):
+        return "a table read at j - i, dropout and a derivative of each score's own are more than its registers hold"
     if spec.k != spec.v or not spec.k <= spec.q:
         return "k and v vary along different batch axes"
     ends = bounds(spec.visible, "i")

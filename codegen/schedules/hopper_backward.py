@@ -119,6 +119,8 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
     """Begin a tile: where its vectors and captured tiles are, and with registers to spare the loads across rows and keys that TMA cannot do."""
     visible = [site.spec.visible] if site.spec.is_masked else []
     program.enter(out, [site.raw, *visible, scaled(site, QK)[0], *([site.spec.empty_over] if site.averages else [])], "")
+    if len(ended(site)) == 1:  # of more tables it is cheaper to keep what they share
+        program.latest = "told"
     rows_from_rings(site, program)
     tiles = tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
     program.body.names |= tiles

@@ -110,24 +110,43 @@ def _same(expected, found, place: dict[int, int]) -> bool:
     return expected == found or (isinstance(expected, int) and expected > 2 ** 32 and place.setdefault(expected, found) == found)
 
 
-def test_a_kernel_that_spills_is_compiled_with_all_registers(monkeypatch):
-    asked = []
+class _Spilling:
+    """A kernel that spills unless it is compiled with `enough`."""
 
-    class Kernel:
-        arg_names = ("x",)
+    arg_names = ("x", "BLOCK_N")
 
-        def __getitem__(self, grid):
-            return lambda *args, **options: asked.append(options)
+    def __init__(self, name: str, enough: dict):
+        self.__name__, self.enough, self.asked, self.launched = name, enough, [], []
 
-        def warmup(self, *args, grid, **options):
-            return types.SimpleNamespace(options=options)
+    def warmup(self, *args, grid, **options):
+        self.asked.append(options)
+        return types.SimpleNamespace(spills=0 if self.enough.items() <= options.items() else 64 // options["num_warps"])
 
-    for spills, given, expected in ((0, {}, {}), (4, {}, {"maxnreg": 255}), (4, {"maxnreg": 168}, {"maxnreg": 168})):
-        monkeypatch.setattr(compat, "spilled", lambda compiled: spills)
-        kernel = replay.Watched(Kernel())
-        kernel[(1,)](1, **given)
-        kernel[(1,)](1, **given)
-        assert asked[-2:] == [expected, expected]
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append(options)
+
+
+@pytest.mark.parametrize("name, given, enough, expected, asked", [
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {}, {}, 1),
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"maxnreg": 255}, {"maxnreg": 255}, 2),
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"num_warps": 8}, {"maxnreg": 255, "num_warps": 8}, 3),
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 16}, {"maxnreg": 255, "BLOCK_N": 16}, 4),
+    ("attention_forward", {"BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 8}, {"maxnreg": 255, "num_warps": 8}, 5),  # spills least
+    ("attention_backward_bias", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 32}, {}, 2),  # its grid goes by both tiles
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4, "maxnreg": 168}, {"num_warps": 8}, {}, 1)])  # warps have parts of their own
+def test_a_kernel_that_spills_is_compiled_again(monkeypatch, name, given, enough, expected, asked):
+    monkeypatch.setattr(compat, "spilled", lambda compiled: compiled.spills)
+    kernel = _Spilling(name, enough)
+    watched = replay.Watched(kernel)
+    for _ in range(2):
+        watched[(1,)](1, **given)
+    assert kernel.launched == [given | expected] * 2 and len(kernel.asked) == asked
+
+
+def test_the_size_of_a_tile_that_tma_was_told_is_kept():
+    from flashfx.codegen.spilling import attempts
+    described = types.SimpleNamespace(block_shape=[64, 64])
+    assert list(attempts("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, [described])) == [{"maxnreg": 255}, {"maxnreg": 255, "num_warps": 8}]
 
 
 def test_operations_and_buffers_are_replayed(monkeypatch):
