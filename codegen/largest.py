@@ -13,7 +13,7 @@ from . import exact
 from .captured import ends
 from .gpu import EXACT, GPU, units
 from .limits import grouped, has_relative, is_heavy, padded
-from .parts import DENSE_IN_PIECES, chunks
+from .parts import DENSE_IN_PIECES, chunks, is_overfull
 from .reads import ROW, across
 
 LARGEST = {
@@ -60,6 +60,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
         tiles = (32, 64, 8, 1)
     if kernel == "keys" and found == "mma" and spec.dropout and any(map(ends, spec.score.loads)):
         return 16, 32, 8, 1
+    if kernel == "rows" and found == "mma" and step == 128 and is_overfull(spec):
+        return 32, 32, 4, 2
     if kernel == "rows" and found == "mma" and heavy and spec.is_data_masked:
         tiles = (min(tiles[0], 64), min(tiles[1], 32), *tiles[2:])
     if kernel != "forward" and found == "mma" and step == 64 and not heavy and not several and spec.is_data_masked:  # what the mask reads, by row or key
@@ -74,7 +76,7 @@ def _dense(spec: AttentionSpec, found: str, head: int, several: bool, one_by_one
     """one_by_one: tensors are read and written element by element."""
     by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
     wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
-    tiles = (32, 32, 4, 1) if found in EXACT or head > 128 else (64, 32, 4, 1) if spec.is_data_masked else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
+    tiles = (32, 32, 4, 1) if found in EXACT or head > 128 or found == "mma" and is_overfull(spec) else (64, 32, 4, 1) if spec.is_data_masked or found == "mma" and not by_rows else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
         return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found in EXACT else 8, 1)))
     if found == "wgmma" and head <= 128 and (head > 64 and one_by_one or tiles[1] == 64 and (one_by_one or head <= 64 and grouped(spec) and spec.is_masked)):

@@ -9,7 +9,7 @@ from ..spec import BLOCK, AttentionSpec
 from .captured import is_relative
 from .gpu import GPU, units
 from .factors import peel
-from .parts import APART, chunks
+from .parts import APART, chunks, is_overfull
 from .ranges import bounds
 from .reads import ROW, across, averages, is_exchanged, is_gathered, told, vectors
 
@@ -350,7 +350,7 @@ def _by_spec(kernel: str, spec: AttentionSpec) -> tuple[float, float, float, boo
     if kernel == "keys":
         two = spec.is_masked and not spec.visible.loads and not grouped(spec)  # loops
         more += 26 * (two and len(across(spec, False)) > 0)  # a tensor's tile in each
-        more += 44 * (spec.dropout > 0 and any(x.loads for load in spec.score.loads for x in load.index))  # a table that ends
+        more += (44 + 60 * is_overfull(spec)) * (spec.dropout > 0 and any(x.loads for load in spec.score.loads for x in load.index))  # a table that ends
     return each, shared * (spec.is_masked and grouped(spec)), more, any(load.index[-1] == Var("j") for load in tiled)
 
 
