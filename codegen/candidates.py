@@ -103,7 +103,7 @@ def generated(asked: Asked) -> list[Tiles]:
             return [(64, 128, 12 if head <= 64 else 8, stages) for stages in (2, 1)]
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
-    if kernel == "keys" and is_overfull(spec) and sum(map(is_relative, spec.score.loads)) > 1:
+    if asked.units == "wgmma" and kernel == "keys" and is_overfull(spec) and sum(map(is_relative, spec.score.loads)) > 1:
         return [(16, 64, 8, 2)]
     if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
