@@ -9,12 +9,12 @@ from ..expr import cached_hash
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
-from .captured import is_relative
+from .captured import is_divided
 from .gpu import EXACT, GPU, units
 from .largest import largest
-from .limits import LIMIT, is_uneven, padded, registers_per_thread, resident, shared_bytes, wider_bytes
-from .parts import is_overfull
+from .limits import is_uneven, padded, shared_bytes, wider_bytes
 from .reads import ROW
+from .registers import LIMIT, registers_per_thread, resident
 from .schedules import hopper, hopper_memory
 from .split import number
 
@@ -103,7 +103,7 @@ def generated(asked: Asked) -> list[Tiles]:
             return [(64, 128, 12 if head <= 64 else 8, stages) for stages in (2, 1)]
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
-    if asked.units == "wgmma" and kernel == "keys" and is_overfull(spec) and sum(map(is_relative, spec.score.loads)) > 1:
+    if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
         return [(16, 64, 8, 2)]
     if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)

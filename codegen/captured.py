@@ -1,15 +1,18 @@
 """Gradients of captured tensors: from the gradient of one load, dense over the indices it depends on, to the tensor's own."""
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Mapping
 
 import torch
 from torch.nn.functional import pad
 
-from ..expr import FLOAT, INT, Call, Const, Expr, Load, Var, call, substitute
+from ..expr import FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute
 from ..reference import evaluate
 from ..spec import AttentionSpec
+from .derivative import partial as derivative
+from .factors import split_factor
 from .ranges import linear, unlinear
 
 
@@ -168,3 +171,17 @@ def accumulate(spec: AttentionSpec, load: Load, dense: torch.Tensor, into: torch
         flat.index_add_(0, position, values)  # one dimension: a serial loop
     else:
         flat.index_put_((position,), values, accumulate=True)  # sorts, then adds in order
+
+
+@functools.cache
+def is_overfull(spec: AttentionSpec) -> bool:
+    """Do a table read at j - i, dropout and a derivative of the score that differs from element to element leave no registers for sums of dK and dV both?"""
+    tables = any(is_relative(load) for load in spec.score.loads)
+    return tables and spec.dropout > 0 and {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
+
+
+@functools.cache
+def is_divided(spec: AttentionSpec) -> bool:
+    """Do dK and dV come from kernels of their own in the portable schedule? What positions in a table with ends and dropout's random bits are made of leave
+    no registers for sums of both."""
+    return is_overfull(spec) or spec.dropout > 0 and any(map(ends, spec.score.loads))

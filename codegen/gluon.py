@@ -148,8 +148,8 @@ def in_gluon(text: str) -> str:
 
 LATE = '''@gluon.jit
 def late(size, now):
-    """`size`, of which the compiler works out nothing before it knows `now`, which is not negative: in front of all partitions it would take a register
-    of each."""
+    """`size`, of which the compiler works out nothing before it knows `now`, which is not negative: in front of all partitions
+    it would take a register of each."""
     text: gl.constexpr = "{ .reg .b32 z; shr.s32 z, $2, 31; add.s32 $0, $1, z; }"
     return gl.inline_asm_elementwise(text, "=r,r,r", [size, now], gl.int32, is_pure=True, pack=1)'''
 

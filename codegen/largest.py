@@ -10,10 +10,10 @@ from ..expr import Var
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from . import exact
-from .captured import ends
+from .captured import is_divided, is_overfull
 from .gpu import EXACT, GPU, units
 from .limits import grouped, has_relative, is_heavy, padded
-from .parts import DENSE_IN_PIECES, chunks, is_overfull
+from .parts import DENSE_IN_PIECES, chunks
 from .reads import ROW, across
 
 LARGEST = {
@@ -58,8 +58,10 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
         tiles = (32, 64, 4 if head <= 80 else 8, 2)
     if kernel == "keys" and found == "mma" and step == 64 and has_relative(spec) and grouped(spec):  # sums of dS beyond a table's ends
         tiles = (32, 64, 8, 1)
-    if kernel == "keys" and found == "mma" and spec.dropout and any(map(ends, spec.score.loads)):
-        return 16, 32, 8, 1
+    if kernel == "keys" and is_divided(spec):
+        return (16, 32, 8, 1) if found == "mma" else (16, 64, 4, 2) if step == 64 else (16, 32, 8, 2)
+    if kernel == "forward" and found == "tcgen05" and step == 128 and tiled and problem.N % ROW:
+        return LARGEST[found, kernel, step][True]
     if kernel == "rows" and found == "mma" and step == 128 and is_overfull(spec):
         return 32, 32, 4, 2
     if kernel == "rows" and found == "mma" and heavy and spec.is_data_masked:

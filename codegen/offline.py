@@ -18,7 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 from .gpu import GPU
-from .spilling import settled
+from .spilling import fitted, settled
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class _Recorder:
             built = {}
 
             def spilled(more: dict[str, int]) -> int:
-                compiled = self.function.warmup(*args, grid=grid, **options | more)
+                compiled = self.function.warmup(*fitted(self.function, args, more), grid=grid, **options | more)
                 found = Report(self.function.__name__, compiled.metadata.shared, *assembled(compiled, self.gpu), tuple(more.items()))
                 built[found.instead] = found
                 return found.spilled
-            self.found.append(built[tuple(settled(spilled, self.function.__name__, options, args).items())])
+            self.found.append(built[tuple(settled(spilled, self.function.__name__, options).items())])
         return run
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Iterable, Sequence
 
-from ..expr import BOOL, QK, Call, Expr, Load, conjuncts
+from ..expr import BOOL, Call, Expr, Load, conjuncts
 from ..spec import AttentionSpec, EmptyRow
 from . import captured
-from .derivative import partial as derivative
-from .factors import by_vectors, gathered, peel, split_factor
+from .factors import by_vectors, gathered, peel
 from .philox import HALF_BITS, ROUNDS
 from .program import local, pointer, stride
 from .ranges import Bounds, bounds, never_empty, not_behind
@@ -78,13 +77,6 @@ def even_chunks(size: int) -> tuple[Chunk, ...]:
     padded = 16 if size <= 16 else -(-size // 32) * 32
     width = min(padded, 32) if padded % 64 else 64
     return tuple(Chunk(str(n) if width < padded else "", n * width, width, (n + 1) * width > size) for n in range(padded // width))
-
-
-@functools.cache
-def is_overfull(spec: AttentionSpec) -> bool:
-    """Do a table read at j - i, dropout and a derivative of the score that differs from element to element leave no registers for sums of dK and dV both?"""
-    tables = any(captured.is_relative(load) for load in spec.score.loads)
-    return tables and spec.dropout > 0 and {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
 
 
 @dataclass(frozen=True)
@@ -194,8 +186,8 @@ class Site:
 
     @property
     def divided(self) -> bool:
-        """Have dK and dV kernels of their own? Sums of both are more than registers hold beside what matrix units take for a product of float32."""
-        return self.in_pieces or is_overfull(self.spec)
+        """Have dK and dV kernels of their own? Sums of both are more than registers hold beside what matrix units take for a product of float32, too."""
+        return self.in_pieces or captured.is_divided(self.spec)
 
     @property
     def dense(self) -> Site:

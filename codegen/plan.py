@@ -20,7 +20,8 @@ from .blocks import pays
 from .candidates import Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
 from .gpu import EXACT, GPU, units
 from .packing import packed_axes
-from .limits import has_relative, registers_per_thread, resident, shared_bytes
+from .limits import has_relative, shared_bytes
+from .registers import registers_per_thread, resident
 from .schedules import hopper, hopper_captured, hopper_memory
 
 DIRECTIONS = ("forward", "backward")

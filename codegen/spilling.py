@@ -8,31 +8,44 @@ tests. So the compiler is asked at the first launch what it spilled, and while i
 """
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-INNER = {"attention_forward": "BLOCK_N", "attention_backward_rows": "BLOCK_N", "attention_backward_keys": "BLOCK_M", "attention_backward_values": "BLOCK_M"}
-"""Kernels with a loop -> the tile that they go through it by."""
+INNER = {"attention_forward": ("BLOCK_N", ("K", "V")), "attention_backward_rows": ("BLOCK_N", ("K", "V")),
+         "attention_backward_keys": ("BLOCK_M", ("Q", "dO")), "attention_backward_values": ("BLOCK_M", ("Q", "dO"))}
+"""Kernels with a loop -> the tile that they go through it by, and the operands of which TMA copies such tiles."""
 LEAST, WARPS, REGISTERS = 16, 8, 255
 """Elements that a matrix product takes at least; warps of a program at most, of which each thread can have so many registers."""
 
 
-def attempts(kernel: str, options: Mapping[str, Any], args: Sequence) -> Iterator[dict[str, int]]:
-    """Options to replace, the best first. None where warps have parts of their own, with registers dealt out; no other tile where the host has told TMA its
-    size."""
+def attempts(kernel: str, options: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Options to replace, the best first. None where warps have parts of their own, with registers dealt out."""
     if "maxnreg" in options:
         return
-    name, warps = INNER.get(kernel, ""), options.get("num_warps", 4)
-    described = any(hasattr(arg, "block_shape") for arg in args)
-    inner = options.get(name, LEAST)
-    for tile in [inner] if described else [inner >> n for n in range(8) if inner >> n >= LEAST]:
+    name, _ = INNER.get(kernel, ("", ()))
+    warps, inner = options.get("num_warps", 4), options.get(name, LEAST)
+    for tile in [inner >> n for n in range(8) if inner >> n >= LEAST]:
         for count in (warps, warps * 2)[: 1 + (warps < WARPS)]:
             yield {"maxnreg": REGISTERS} | ({name: tile} if tile < inner else {}) | ({"num_warps": count} if count > warps else {})
 
 
-def settled(spilled: Callable[[dict[str, int]], int], kernel: str, options: Mapping[str, Any], args: Sequence) -> dict[str, int]:
+def fitted(kernel, args: Sequence, more: Mapping[str, int]) -> Sequence:
+    """A kernel's arguments, with tiles for TMA of as many rows as `more` says."""
+    name, operands = INNER.get(kernel.__name__, ("", ()))
+    if name not in more:
+        return args
+    found = [*args]
+    for n, (argument, value) in enumerate(zip(kernel.arg_names, args)):
+        if hasattr(value, "block_shape") and argument.split("_tiles")[0] in operands:
+            found[n] = copy.copy(value)
+            found[n].block_shape = [*value.block_shape[:-2], more[name], value.block_shape[-1]]
+    return found
+
+
+def settled(spilled: Callable[[dict[str, int]], int], kernel: str, options: Mapping[str, Any]) -> dict[str, int]:
     """The first of them with which it does not spill, or spills least. spilled: bytes (or registers) with these instead."""
     best, least = {}, spilled({})
-    for more in attempts(kernel, options, args):
+    for more in attempts(kernel, options):
         if not least:
             break
         found = spilled(more)

@@ -15,7 +15,7 @@ from ..spec import AttentionSpec
 from .layout import empty_lse, empty_output
 from .replay import Watched
 from .selfcheck import captured_tensors
-from .spilling import settled
+from .spilling import fitted, settled
 
 
 class Operands:
@@ -48,9 +48,9 @@ class _Launches:
 
     def __getitem__(self, grid):
         def run(*args, **options):
-            spilled = lambda more: compat.spilled(self.kernel.warmup(*args, grid=grid, **options | more))
-            more = {} if compat.interpreting() else settled(spilled, self.kernel.__name__, options, args)
-            self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*args, **options | more)))
+            spilled = lambda more: compat.spilled(self.kernel.warmup(*fitted(self.kernel, args, more), grid=grid, **options | more))
+            more = {} if compat.interpreting() else settled(spilled, self.kernel.__name__, options)
+            self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*fitted(self.kernel, args, more), **options | more)))
             self.kept[-1][1]()
         return run
 

@@ -8,10 +8,10 @@ from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, walk
 from ...region import Problem
 from ...spec import BLOCK, FINE, AttentionSpec
-from ..captured import differentiable_loads, ends
+from ..captured import differentiable_loads, ends, is_overfull
 from ..factors import peel
 from ..philox import HALF_BITS, is_narrow
-from ..parts import Chunk, Site, arguments, chunks, flatten, is_overfull, operand_axes, pieces, tiles_name
+from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..writer import Writer

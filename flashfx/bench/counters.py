@@ -16,7 +16,8 @@ import torch
 
 from ..codegen import cost
 from ..codegen.gpu import GPU
-from ..codegen.limits import registers_per_thread, resident, shared_bytes
+from ..codegen.limits import shared_bytes
+from ..codegen.registers import registers_per_thread, resident
 from ..codegen.load import load
 from ..codegen.plan import Plan, make_plan
 from ..codegen.render import render

@@ -11,7 +11,8 @@ import torch
 from ..codegen import cost, rates
 from ..codegen.candidates import ask, ranked
 from ..codegen.gpu import BY_NAME, EXACT, GPU, units
-from ..codegen.limits import registers_per_thread, resident, shared_bytes
+from ..codegen.limits import shared_bytes
+from ..codegen.registers import registers_per_thread, resident
 from ..codegen.packing import packed_axes
 from ..codegen.rates import Rate
 from ..codegen.schedules import hopper

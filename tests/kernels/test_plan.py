@@ -15,7 +15,8 @@ from flashfx.codegen import candidates, cost, gpu, load, triton_host
 from flashfx.codegen.blocks import pays
 from flashfx.codegen.candidates import representative, rounded
 from flashfx.codegen.factors import by_vectors, gathered, peel
-from flashfx.codegen.limits import LIMIT, registers_per_thread, shared_bytes
+from flashfx.codegen.limits import shared_bytes
+from flashfx.codegen.registers import LIMIT, registers_per_thread
 from flashfx.codegen.packing import packed_axes
 from flashfx.codegen.parts import chunks
 from flashfx.codegen.plan import DIRECTIONS, MARGIN, SCHEDULES, make_plan, overridden, why_not_hopper

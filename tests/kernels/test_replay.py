@@ -143,10 +143,13 @@ def test_a_kernel_that_spills_is_compiled_again(monkeypatch, name, given, enough
     assert kernel.launched == [given | expected] * 2 and len(kernel.asked) == asked
 
 
-def test_the_size_of_a_tile_that_tma_was_told_is_kept():
-    from flashfx.codegen.spilling import attempts
-    described = types.SimpleNamespace(block_shape=[64, 64])
-    assert list(attempts("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, [described])) == [{"maxnreg": 255}, {"maxnreg": 255, "num_warps": 8}]
+def test_tma_copies_tiles_of_the_size_that_was_settled():
+    from flashfx.codegen.spilling import fitted
+    described = lambda: TensorDescriptor(torch.empty(2, 128, 64), [2, 128, 64], [8192, 64, 1], [1, 64, 64])
+    kernel = types.SimpleNamespace(__name__="attention_forward", arg_names=["Q_tiles", "K_tiles_0", "M"])
+    q, k, m = fitted(kernel, [q_given := described(), k_given := described(), 5], {"BLOCK_N": 32})
+    assert (q, m) == (q_given, 5) and k.block_shape == [1, 32, 64] and k_given.block_shape == [1, 64, 64]
+    assert fitted(kernel, [k_given], {"num_warps": 8}) == [k_given]
 
 
 def test_operations_and_buffers_are_replayed(monkeypatch):
