@@ -74,10 +74,9 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     exact &= found == "wgmma" and stages > 1 or copies_ahead and (stages > 1 or kernel == "keys")
     exact &= problem.D % 16 == problem.Dv % 16 == 0 or found == "wgmma" and descriptors  # TMA fills what lies beyond a head's end
     if exact and found == "wgmma":
-        gathered = any(is_gathered(load) for load in across(spec)) and max(problem.D, problem.Dv) < 64 and len(chunks(max(problem.D, problem.Dv))) > 1
-        if kernel == "forward" and gathered:  # elements of a table pass through shared memory beside the narrow pieces of a head
-            return max(_stacked(kernel, tiles, problem, spec, listed, packed, descriptors) + 2 * m * n, _behind_loops(kernel, tiles, problem, spec, hopper=True))
-        return max(_stacked(kernel, tiles, problem, spec, listed, packed, descriptors), _behind_loops(kernel, tiles, problem, spec, hopper=True))
+        narrow = kernel == "forward" and max(problem.D, problem.Dv) < 64 and any(map(is_gathered, across(spec)))
+        passing = 2 * m * n * narrow  # elements of a table, for which other buffers of such heads have no room
+        return max(_stacked(kernel, tiles, problem, spec, listed, packed, descriptors) + passing, _behind_loops(kernel, tiles, problem, spec, hopper=True))
     if exact and listed and stages > 2 and all(told(kernel, spec, problem, cut, warps * 32 == inner) for cut in (False, True)):
         # the first stage reads where the tile is
         return max(shared_bytes(kernel, (m, n, warps, stages - 1), problem, spec, gpu) + 4, _behind_loops(kernel, tiles, problem, spec))

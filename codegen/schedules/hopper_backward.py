@@ -22,7 +22,7 @@ from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
 from .hopper_keys import by_hand, each_tile, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import read_late, reserve_numbers, row_at, slot_of, worked_out
-from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
+from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_tiles, reserve_rows, rows_from_rings
 from .hopper_score import score_gradient, unknown_zero, weights
@@ -119,7 +119,7 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
     """Begin a tile: where its vectors and captured tiles are, and with registers to spare the loads across rows and keys that TMA cannot do."""
     visible = [site.spec.visible] if site.spec.is_masked else []
     program.enter(out, [site.raw, *visible, scaled(site, QK)[0], *([site.spec.empty_over] if site.averages else [])], "")
-    if len(ended(site)) == 1:  # of more tables it is cheaper to keep what they share
+    if len(ended(site)) == 1 and (is_split(site) or not summed(site)):  # of more tables it is cheaper to keep what they share
         program.latest = "told"
     rows_from_rings(site, program)
     tiles = tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)

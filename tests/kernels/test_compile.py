@@ -42,18 +42,13 @@ SAMPLE = [
 ]
 
 
-TRAINED = {(64, "ended", "gqa"): 8, (64, "padded_bias", "self"): 4}
-"""Bytes that the Hopper backward spills between tiles of keys where captured tensors are trained; 0 for all others."""
-
-
 def builds(arch, dtype, head, variant, kind, M=1024):
     p = problem(kind, head, dtype, M=M, heads=4)
     for report, plan in compile_all(spec(ALL[variant], kind), p, BY_ARCH[arch]):
         if plan is not None:
             assert report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block, report
-        hopper = plan is not None and plan.schedule == "hopper"
-        assert report.spilled <= (TRAINED.get((head, variant, kind), 0) if hopper else 0), report
-        assert not (hopper and report.serialised), report
+        assert not report.spilled, report
+        assert not (plan is not None and plan.schedule == "hopper" and report.serialised), report
 
 
 @pytest.mark.parametrize("arch, dtype, head, variant, kind", SAMPLE)
@@ -71,12 +66,12 @@ def test_heads_as_rows_of_a_tile_build_without_spilling(arch, dtype, head, varia
     assert plan.packed == ("g",) and report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block and not report.spilled, (report, plan)
 
 
-SPILLED = {("dropout_padding", "gqa"): 8, ("transposed_bias", "self"): 8, ("padded_bias", "gqa"): 16, ("relative_causal", "self"): 48}
-"""Bytes that the Hopper backward spills at head size 128; 0 for all others."""
+SPILLED = {("transposed_bias", "self"): 8, ("padded_bias", "gqa"): 8, ("additive_mask", "gqa"): 16}
+"""Bytes that the Hopper backward spills at head size 128, of the warp that copies; 0 for all others."""
 
 
 @pytest.mark.parametrize("head, variant, kind", [
-    *((128, variant, kind) for variant, kind in SPILLED), (128, "softcap", "self"), (128, "softcap", "gqa"), (128, "additive_mask", "gqa"),
+    *((128, variant, kind) for variant, kind in SPILLED), (128, "softcap", "self"), (128, "softcap", "gqa"), (128, "dropout_padding", "gqa"),
     (128, "bias", "self"), (128, "bias", "gqa"), (128, "transposed_bias", "gqa"), (128, "relative", "gqa"), (128, "ended", "self"),
     (128, "documents", "gqa"), (128, "dropout", "self"), (128, "dropout", "gqa"), (128, "t5_table", "gqa"), (128, "padding", "self"),
     (128, "bool_mask", "gqa"), (128, "shared_bias", "self"), (128, "temperature", "self"), (128, "mean_left_padding", "self"), (128, "alibi", "self"),
@@ -106,8 +101,9 @@ def test_forwards_of_lengths_that_no_tile_divides_hardly_spill(head, variant, sp
 
 @pytest.mark.parametrize("head, variant, kind, spilled", [
     (128, "bool_mask", "self", 0), (128, "bool_mask", "gqa", 0), (128, "full", "self", 0), (128, "documents", "self", 0), (128, "t5_table", "self", 0),
-    (128, "column_bias", "self", 0), (64, "causal", "self", 0), (64, "full", "self", 8), (64, "ended_causal", "self", 28),
-    (128, "relative_causal", "self", 40), (128, "ended_causal", "self", 96)])
+    (128, "column_bias", "self", 0), (64, "causal", "self", 0), (64, "full", "self", 8), (64, "ended_dropout", "self", 0), (64, "ended_dropout", "gqa", 0),
+    (64, "documents", "self", 0), (64, "dropout_padding", "self", 0), (64, "padded_bias", "gqa", 0), (64, "two_reads", "gqa", 0), (64, "global", "self", 0),
+    (128, "padding", "gqa", 0), (128, "dropout_padding", "gqa", 16), (128, "ended_dropout", "self", 4)])
 def test_backwards_of_lengths_that_no_tile_divides_hardly_spill(head, variant, kind, spilled):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     with overridden(schedule="hopper"):
@@ -196,6 +192,24 @@ def test_the_portable_schedule_builds_for_hopper_at_lengths_that_no_tile_divides
     """Tensors are read across element by element, and what waits for the last tile needs shared memory."""
     with overridden(schedule="triton"):
         builds("sm_90", "bfloat16", head, variant, kind, 1000)
+
+
+UNEVEN = [
+    *(("sm_89", head, variant, "self") for head in (64, 128) for variant in ("full", "causal", "alibi", "lengths", "temperature", "sigmoid_gate", "documents")),
+    ("sm_89", 128, "bool_mask", "gqa"), ("sm_89", 128, "padded_bias", "self"), ("sm_89", 64, "transposed_bias", "self"), ("sm_80", 64, "dilated", "self"),
+    ("sm_80", 64, "column_bias", "gqa"), ("sm_80", 256, "padded_bias", "self"), ("sm_100", 128, "bool_mask", "self"),
+    *((arch, 64, variant, "gqa") for arch in ("sm_80", "sm_90", "sm_100") for variant in ("relative_causal", "ended_dropout", "ended_causal")),
+    ("sm_90", 128, "temperature", "gqa"), ("sm_90", 256, "column_bias", "self"), ("sm_90", 256, "bool_mask", "gqa"), ("sm_90", 256, "t5_table", "gqa"),
+    ("sm_90", 40, "shared_bias", "self"), ("sm_90", 80, "shared_bias", "gqa"), ("sm_90", 40, "t5_table", "gqa"), ("sm_90", 64, "prefix", "self")]
+
+
+@pytest.mark.parametrize("arch, head, variant, kind", UNEVEN)
+def test_the_portable_schedule_does_not_spill_at_lengths_that_no_tile_divides(arch, head, variant, kind):
+    """The planned tiles of many of these would: they are compiled with more warps, or with half of the inner tile (`spilling`)."""
+    with overridden(schedule="triton"):
+        found = compile_all(spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4), BY_ARCH[arch])
+    assert not any(report.spilled for report, _ in found), found
+    assert all(plan is None or report.shared <= (BY_ARCH[arch].shared_per_block if report.instead else plan.shared) for report, plan in found), found
 
 
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
