@@ -331,6 +331,6 @@ def _store_keys(site: Site, tiles) -> Partition:
         out.line("mbarrier.wait(kv_done.index(kv), nth >> 1 & 1)")
         for n in range(2):
             _copy_out(site, out, f"j0 + {n * HALF}" if n else "j0", f"kv * 2 + {n}")
-        out.line("tma.store_wait(0)")
-        out.line("mbarrier.arrive(kv_empty.index(kv), count=1)", "the place of the keys and values is free")
+        out.line("tma.store_wait(0)", "dV and dK have left")
+        out.line("mbarrier.arrive(kv_empty.index(kv), count=1)", "their place is free")
     return storer
