@@ -65,7 +65,7 @@ class _Recorder:
                 found = Report(self.function.__name__, compiled.metadata.shared, *assembled(compiled, self.gpu), tuple(more.items()))
                 built[found.instead] = found
                 return found.spilled
-            self.found.append(built[tuple(settled(spilled, self.function.__name__, options).items())])
+            self.found.append(built[tuple(settled(spilled, self.function, options).items())])
         return run
 
 

@@ -36,7 +36,7 @@ class Watched:
     def _launch(self, grid, *args, **options):
         if self.more is None:
             spilled = lambda more: compat.spilled(self.kernel.warmup(*fitted(self.kernel, args, more), grid=grid, **options | more))
-            self.more = settled(spilled, self.kernel.__name__, options)
+            self.more = settled(spilled, self.kernel, options)
         args, options = fitted(self.kernel, args, self.more), options | self.more
         compiled = self.kernel[grid](*args, **options)
         recording = getattr(_active, "recording", None)

@@ -4,7 +4,8 @@ No register model knows every score function, mask and length; where there is no
 tests. So the compiler is asked at the first launch what it spilled, and while it did a kernel is compiled again, with
 1. as many registers as a thread can have: the assembler gives fewer when it hopes for more programs at a time,
 2. twice the warps,
-3. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays.
+3. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays; of sums beyond the ends of a table another kernel knows by the
+   inner tile what is left for it, and then that stays too.
 """
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 INNER = {"attention_forward": ("BLOCK_N", ("K", "V")), "attention_backward_rows": ("BLOCK_N", ("K", "V")),
          "attention_backward_keys": ("BLOCK_M", ("Q", "dO")), "attention_backward_values": ("BLOCK_M", ("Q", "dO"))}
 """Kernels with a loop -> the tile that they go through it by, and the operands of which TMA copies such tiles."""
+SUMS = "slots"
+"""The argument of a kernel that sums beyond the ends of a table (`schedules/relative.py`)."""
 LEAST, WARPS, REGISTERS = 16, 8, 255
 """Elements that a matrix product takes at least; warps of a program at most, of which each thread can have so many registers."""
 
 
-def attempts(kernel: str, options: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+def attempts(kernel, options: Mapping[str, Any]) -> Iterator[dict[str, int]]:
     """Options to replace, the best first. None where warps have parts of their own, with registers dealt out."""
     if "maxnreg" in options:
         return
-    name, _ = INNER.get(kernel, ("", ()))
+    name, _ = INNER.get(kernel.__name__, ("", ())) if SUMS not in kernel.arg_names else ("", ())
     warps, inner = options.get("num_warps", 4), options.get(name, LEAST)
     for tile in [inner >> n for n in range(8) if inner >> n >= LEAST]:
         for count in (warps, warps * 2)[: 1 + (warps < WARPS)]:
@@ -42,7 +45,7 @@ def fitted(kernel, args: Sequence, more: Mapping[str, int]) -> Sequence:
     return found
 
 
-def settled(spilled: Callable[[dict[str, int]], int], kernel: str, options: Mapping[str, Any]) -> dict[str, int]:
+def settled(spilled: Callable[[dict[str, int]], int], kernel, options: Mapping[str, Any]) -> dict[str, int]:
     """The first of them with which it does not spill, or spills least. spilled: bytes (or registers) with these instead."""
     best, least = {}, spilled({})
     for more in attempts(kernel, options):

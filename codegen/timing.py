@@ -49,7 +49,7 @@ class _Launches:
     def __getitem__(self, grid):
         def run(*args, **options):
             spilled = lambda more: compat.spilled(self.kernel.warmup(*fitted(self.kernel, args, more), grid=grid, **options | more))
-            more = {} if compat.interpreting() else settled(spilled, self.kernel.__name__, options)
+            more = {} if compat.interpreting() else settled(spilled, self.kernel, options)
             self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*fitted(self.kernel, args, more), **options | more)))
             self.kept[-1][1]()
         return run

@@ -5,6 +5,7 @@ import ast
 import inspect
 import itertools
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -221,6 +222,19 @@ def test_rates_that_need_whole_words_are_not_warp_specialised(rate, schedule):
     for direction in DIRECTIONS:
         plan = make_plan(spec(replace(MORE["dropout"], drop=rate)), problem("self", 64, "bfloat16", M=4096), gpu.BY_NAME["H200"], direction)
         assert plan.schedule == schedule and ("takes more than 15 random bits" in plan.reason) == (schedule == "triton")
+
+
+@pytest.mark.parametrize("card", ["A100", "H200"])
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_goes_by_the_inner_tile_of_another_kernel(name, card):
+    """So that a kernel that spills may take another (`spilling`); one with sums beyond the ends of a table may not."""
+    from flashfx.codegen.spilling import SUMS
+    s, p = spec(ALL[name], "gqa"), problem("gqa", 64, "bfloat16", M=1000)
+    with overridden(schedule="triton"):
+        text = render(s, make_plan(s, p, gpu.BY_NAME[card], "forward"), p).text
+    host = re.sub(r"tiles_of\([^()]*\[[^()]*\)", "", text[text.index("\ndef forward("):])
+    assert not re.findall(r"(?:FORWARD|ROWS)\['BLOCK_N'\]", host), host
+    assert not re.findall(r"KEYS\['BLOCK_M'\]", host) or all(f" {SUMS}," in call for call in re.findall(r"attention_backward_keys\[grid\]\([^*]*", host)), host
 
 
 @pytest.mark.parametrize("name", ALL)

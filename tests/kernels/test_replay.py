@@ -113,10 +113,9 @@ def _same(expected, found, place: dict[int, int]) -> bool:
 class _Spilling:
     """A kernel that spills unless it is compiled with `enough`."""
 
-    arg_names = ("x", "BLOCK_N")
-
     def __init__(self, name: str, enough: dict):
-        self.__name__, self.enough, self.asked, self.launched = name, enough, [], []
+        self.__name__, _, argument = name.partition(" ")
+        self.arg_names, self.enough, self.asked, self.launched = (argument, "BLOCK_N"), enough, [], []
 
     def warmup(self, *args, grid, **options):
         self.asked.append(options)
@@ -132,6 +131,7 @@ class _Spilling:
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"num_warps": 8}, {"maxnreg": 255, "num_warps": 8}, 3),
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 16}, {"maxnreg": 255, "BLOCK_N": 16}, 4),
     ("attention_forward", {"BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 8}, {"maxnreg": 255, "num_warps": 8}, 5),  # spills least
+    ("attention_forward slots", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 32}, {}, 2),  # another kernel goes by its tile
     ("attention_backward_bias", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 32}, {}, 2),  # its grid goes by both tiles
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 4, "maxnreg": 168}, {"num_warps": 8}, {}, 1)])  # warps have parts of their own
 def test_a_kernel_that_spills_is_compiled_again(monkeypatch, name, given, enough, expected, asked):
