@@ -144,7 +144,8 @@ def matmul_precision(problem: Problem, gpu: GPU) -> str:
     """How float32 matrix products are computed: "ieee" or, as good as that where it was measured (Hopper), "bf16x6": each float32 is the sum of three
     bfloat16, and of their nine products six are more than rounding, with half of an FMA's error. Where PyTorch allows TF32 for its own: "tf32", of which
     Triton truncates operands; instead of "bf16x6" then "bf16x3", of two bfloat16 each, whose products are good to 2 ** -16 where TF32's are to 2 ** -11."""
-    return [["ieee", "tf32"], ["bf16x6", "bf16x3"]][units(problem, gpu) == "bf16x6"][tf32_allowed()]
+    exact, faster = ("bf16x6", "bf16x3") if units(problem, gpu) == "bf16x6" else ("ieee", "tf32")
+    return faster if tf32_allowed() else exact
 
 
 def _check_types(problem: Problem, gpu: GPU) -> None:

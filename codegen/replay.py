@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import compat
-from .spilling import fitted, settled
+from .spilling import fitted, settled_here
 
 _active = threading.local()
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
@@ -35,8 +35,7 @@ class Watched:
 
     def _launch(self, grid, *args, **options):
         if self.more is None:
-            spilled = lambda more: compat.spilled(self.kernel.warmup(*fitted(self.kernel, args, more), grid=grid, **options | more))
-            self.more = settled(spilled, self.kernel, options)
+            self.more = settled_here(self.kernel, grid, args, options)
         args, options = fitted(self.kernel, args, self.more), options | self.more
         compiled = self.kernel[grid](*args, **options)
         recording = getattr(_active, "recording", None)

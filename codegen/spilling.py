@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
+from .. import compat
+
 INNER = {"attention_forward": ("BLOCK_N", ("K", "V")), "attention_backward_rows": ("BLOCK_N", ("K", "V")),
          "attention_backward_keys": ("BLOCK_M", ("Q", "dO")), "attention_backward_values": ("BLOCK_M", ("Q", "dO"))}
 """Kernels with a loop -> the tile that they go through it by, and the operands of which TMA copies such tiles."""
@@ -55,3 +57,8 @@ def settled(spilled: Callable[[dict[str, int]], int], kernel, options: Mapping[s
         if found < least:
             best, least = more, found
     return best
+
+
+def settled_here(kernel, grid, args: Sequence, options: Mapping[str, Any]) -> dict[str, int]:
+    """`settled` by the card that the kernel runs on."""
+    return settled(lambda more: compat.spilled(kernel.warmup(*fitted(kernel, args, more), grid=grid, **options | more)), kernel, options)

@@ -15,7 +15,7 @@ from ..spec import AttentionSpec
 from .layout import empty_lse, empty_output
 from .replay import Watched
 from .selfcheck import captured_tensors
-from .spilling import fitted, settled
+from .spilling import fitted, settled_here
 
 
 class Operands:
@@ -48,8 +48,7 @@ class _Launches:
 
     def __getitem__(self, grid):
         def run(*args, **options):
-            spilled = lambda more: compat.spilled(self.kernel.warmup(*fitted(self.kernel, args, more), grid=grid, **options | more))
-            more = {} if compat.interpreting() else settled(spilled, self.kernel, options)
+            more = {} if compat.interpreting() else settled_here(self.kernel, grid, args, options)
             self.kept.append((self.kernel.__name__, lambda: self.kernel[grid](*fitted(self.kernel, args, more), **options | more)))
             self.kept[-1][1]()
         return run

@@ -67,7 +67,7 @@ def test_heads_as_rows_of_a_tile_build_without_spilling(arch, dtype, head, varia
 
 
 SPILLED = {("transposed_bias", "self"): 8, ("padded_bias", "gqa"): 8, ("additive_mask", "gqa"): 16}
-"""Bytes that the Hopper backward spills at head size 128, of the warp that copies; 0 for all others."""
+"""Bytes that the Hopper backward spills at head size 128; 0 for all others."""
 
 
 @pytest.mark.parametrize("head, variant, kind", [
