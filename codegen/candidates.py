@@ -9,10 +9,10 @@ from ..expr import cached_hash
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
-from .captured import is_divided
+from .captured import ends, is_divided, is_overfull
 from .gpu import EXACT, GPU, units
 from .largest import largest
-from .limits import is_uneven, padded, shared_bytes, wider_bytes
+from .limits import grouped, is_uneven, padded, shared_bytes, wider_bytes
 from .reads import ROW
 from .registers import LIMIT, registers_per_thread, resident
 from .schedules import hopper, hopper_memory
@@ -104,7 +104,7 @@ def generated(asked: Asked) -> list[Tiles]:
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
-        return [(16, 64, 8, 2)]
+        return [(16, 16, 4, 2)] if head > 64 and grouped(spec) and is_overfull(spec) else [(16, 64, 8, 2)]
     if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
     outer = problem.N if kernel == "keys" else problem.M * asked.known.group  # rows of the first product: what a program holds
@@ -113,6 +113,8 @@ def generated(asked: Asked) -> list[Tiles]:
     most = 128 if outer > 64 else max(least, 1 << (outer - 1).bit_length())
     found = [(first, second, warps, stages) for first in (16, 32, 64, 128) if least <= first <= most for second in ((16, 32, 64) if uneven else (32, 64, 128))
              for warps in (4, 8) if warps == 4 or first == 128 or head > 128 for stages in (3, 2)]
+    if kernel == "keys" and outer < 64 and any(map(ends, spec.score.loads)):  # sums beyond the ends of a table
+        found = sorted({(first, 16, warps, stages) for first, _, warps, stages in found})
     return [(second, first, *rest) for first, second, *rest in found if not (listed and second > FINE)] if kernel == "keys" else found
 
 
