@@ -276,8 +276,8 @@ def score_tiles(spec: AttentionSpec, head: int) -> float:
 
 
 def is_crowded(spec: AttentionSpec, head: int) -> bool:
-    """Of a forward: do registers run out unless the host works out what is made of arguments alone, and the seed is read where it is used?"""
-    return spec.dropout > 0 and head > 192
+    """Do dropout's random bits leave a forward too few registers, beside a wide head or positions in a table that ends?"""
+    return spec.dropout > 0 and (head > 192 or any(map(ends, spec.score.loads)))
 
 
 def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:

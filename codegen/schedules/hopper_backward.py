@@ -20,11 +20,11 @@ from .ends import classify, ended
 from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserve, tile_view, tma_arguments
 from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
-from .hopper_keys import by_hand, each_tile, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
+from .hopper_keys import by_hand, each_tile, is_apart, is_split, is_told_before, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import read_late, reserve_numbers, row_at, slot_of, worked_out
 from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
 from .hopper_vectors import last_of_tile
-from .hopper_producer import load_tiles, reserve_rows, rows_from_rings
+from .hopper_producer import load_keys, load_tiles, reserve_rows, rows_from_rings
 from .hopper_score import score_gradient, unknown_zero, weights
 
 WARPS = 8
@@ -48,9 +48,9 @@ def keys_kernel(site: Site) -> Kernel:
     kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
                              tma_arguments(site, results | {"Taken": "taken", "together": "together"} | worked_out(site), rows)
                              | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
-                             ["work", *(["tiles", "lists", "list_length"] if by_hand(site) else [])])
+                             [name for name in worked_out(site) if name != "padded"])
     out = kernel.body
-    if not by_hand(site):
+    if "tiles" not in worked_out(site):
         out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
@@ -71,7 +71,7 @@ def keys_kernel(site: Site) -> Kernel:
     reserve_ends(site, out)
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
     reserve_numbers(site, out)
-    barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {}))
+    barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
     ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
@@ -87,7 +87,7 @@ def keys_kernel(site: Site) -> Kernel:
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
     else:
         own, least = REGISTERS[reads]
-        kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least)])
+        kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *([(load_keys(site), [], 1, least)] if is_apart(site) else [])])
     return kernel
 
 
@@ -127,7 +127,9 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
     for load in site.raw.loads:
         if is_split(site) and {"i", "j"} <= load.variables and load not in (*tiles, *ended(site)):
             program.value(load)
-    beyond_ends(site, classify(site, program, out, ("i0", "BLOCK_M"), ("key0", rows), near=True), out)
+    own = classify(site, program, out, ("i0", "BLOCK_M"), ("key0", rows), near=True)
+    if not (is_told_before(site) or is_split(site)):
+        beyond_ends(site, own, out)
 
 
 def _accumulate(site: Site, partial: str, others, tiles) -> Partition:

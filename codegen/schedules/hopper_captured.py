@@ -48,15 +48,15 @@ def outermost(spec: AttentionSpec, tiled: Sequence[str], axes: Sequence[str]) ->
     return max(lacked, key=len, default=[])
 
 
-def assign_batch(site: Site, out: Writer, axes: Sequence[str], name: str, number: str, total: str) -> None:
-    """Assign the batch index of a number that counts `outermost` axes fastest. total: how many batch indices there are."""
+def assign_batch(site: Site, out: Writer, axes: Sequence[str], name: str, number: str) -> None:
+    """Assign the batch index of a number that counts `outermost` axes fastest."""
     found = outermost(site.spec, site.tiled, axes)
     if not found:
         out.assign(name, number)
         return
     out.assign("copies", count(found), "of batch indices, that share captured tiles")
     out.assign("place", number)
-    out.assign(name, f"place % copies * ({total} // copies) + place // copies")
+    out.assign(name, f"place % copies * ({count(axes[len(found):])}) + place // copies")
 
 
 def _keys_last(load: Load) -> bool:

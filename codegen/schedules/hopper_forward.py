@@ -8,17 +8,17 @@ from __future__ import annotations
 from ...expr import Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Site, count, matrix, pieces
+from ..parts import LOG2E, Site, count, extent, local, matrix, pieces
 from ..philox import kept_scale, threshold
 from ..program import Program
 from ..writer import Kernel, Writer
 from .ends import ended, warpgroup_score
 from .forward import is_finite
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_locate import crowded, locate_rows, worked_out
+from .hopper_locate import is_by_host, locate_rows, worked_out
 from .hopper_vectors import PLACES, SCALAR, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows
 from .hopper_vectors import reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, compares, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
+from .hopper import ROWS, barriers, block_shape, compares, is_crowded, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
 from .hopper import tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -53,10 +53,10 @@ def forward_kernel(site: Site) -> Kernel:
                              | tile_arguments(site, ROWS, "BLOCK_N"),
                              ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD", [*worked_out(site), *(["lists", "list_length"] if site.listed else [])])
     out = kernel.body
-    if not crowded(site):
+    if not is_by_host(site) and not is_uneven(site):
         out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
-        if spec.dropout:
-            out.assign("seed", "tl.load(Seed)")
+    if spec.dropout and not is_crowded(spec, max(site.D, site.Dv)):
+        out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_tile", "Q", warpgroups * site.q_tiles, ROWS)
     reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
     reserve(site, out, "v_ring", "V", "STAGES", "BLOCK_N")
@@ -75,7 +75,8 @@ def forward_kernel(site: Site) -> Kernel:
     out.line("fence_async_shared()")
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
     attend, producer = _attend(site, partial, call, returns), _load_tiles(site, call, returns)
-    registers, few = READING if warpgroups == 2 and (crowded(site) or by_hand(site) and not spec.dropout) else REGISTERS[warpgroups]
+    reads = max(site.D, site.Dv) > 192 and not by_hand(site) if spec.dropout else by_hand(site)
+    registers, few = READING if reads and warpgroups == 2 else REGISTERS[warpgroups]
     kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
     return kernel
 
@@ -101,14 +102,16 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
     if uneven:
         out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
     out.assign("number", "tl.program_id(0)")
+    if uneven and not is_by_host(site):
+        out.assign("work", " * ".join(["tl.cdiv(M, BLOCK_M)", *(f"late({extent(a)}, number)" for a in site.spec.axes)]))
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
 
-    def announce(beside: dict[str, str], numbers: list[str]) -> None:
+    def announce(number: str, beside: dict[str, str], numbers: list[str]) -> None:
         out.assign("q_slot", _q_slot(site))
         out.line(f"mbarrier.wait(q_empty.index(q_slot), {_q_phase(site)} ^ 1)")
         if uneven:
-            for name, value in ({"next_number": "gl.full([1], number, gl.int32, lane)"} | beside).items():
+            for name, value in ({"next_number": f"gl.full([1], {number}, gl.int32, lane)"} | beside).items():
                 out.line(f"{name}.index(q_slot).store({value})")
             for name in numbers:
                 out.line(f"{told(site, returns, name)}.store(gl.full([1], {name}, gl.int32, lane))")
@@ -121,7 +124,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
         if site.listed:
             listed_tiles(site, out, "j")
         beside, program = read_rows(site, out)
-        announce(beside, returns if is_told(site) else [])
+        announce("number", beside, returns if is_told(site) else [])
         out.line(f"mbarrier.expect(q_full.index(q_slot), BLOCK_M * {width * 2})")
         for n in range(site.warpgroups):
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
@@ -146,7 +149,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
         out.assign("number", "following" if uneven else "number + tl.num_programs(0)")
         out.assign("turn", "turn + 1")
     if uneven:
-        announce({}, [])
+        announce("-1", {}, [])
         out.line("mbarrier.arrive(q_full.index(q_slot), count=1)", "no tile is left")
     return producer
 
@@ -166,13 +169,17 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
     out.assign("number", "tl.program_id(0)")
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
-    with out.block("while number < work:"):
+
+    def read_told(*names: str) -> None:
+        for name in names:
+            out.assign(name, f"gl.max({told(site, returns, name)}.load({SCALAR}), 0)")
+
+    with out.block("while number >= 0:" if is_uneven(site) else "while number < work:"):
         arrived = f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})"
         if is_told(site):
             out.assign("q_slot", _q_slot(site))
             out.line(arrived)
-            for name in returns:
-                out.assign(name, f"gl.max({told(site, returns, name)}.load({SCALAR}), 0)")
+            read_told(*returns)
         else:
             out.line(locate)
         out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
@@ -193,7 +200,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
         _issue_scores(site, out, "slot")
         if not site.listed:
-            out.assign("j0", "start")
+            out.assign("j0", "late(start, turn)" if ended(site) and (spec.dropout or not site.whole) else "start")
         _enter(site, program, out, partial)
         out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
         _leave_keys(site, out)
@@ -230,6 +237,11 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         _wait_values(site, out)
         out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
         out.assign("tile", "tile + 1")
+        if is_told(site) and (spec.dropout or len(site.v_chunks) > 1):  # again: the loop lacks registers for all this
+            read_told("z", *map(local, spec.axes), "i0")
+            out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
+            out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
+            out.assign("own", "own + (z >> 31)", "0, which nothing knows ahead of the loop: an address is made of it")
         _finish(site, out)
         if not several:
             out.line("tma.store_wait(0)")
@@ -300,6 +312,10 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
 
         def hide() -> None:
             ends, (closed, others) = ["(j < N)[None, :]"] * beyond, groups(spec, "j")
+            if ends and others and partial == "True":  # both at once would take a register for each key
+                hide_by([*map(program.tile, [*closed, *others])])
+                with program.branch(), out.block("if j0 + BLOCK_N > N:"):
+                    return hide_by(ends)
             if not closed or not others:
                 return hide_by([*ends, *([program.tile(visible)] if visible is not None else [])])
             with program.branch(), out.block(f"if {cut(site, program, 'j', not beyond)}:"):
@@ -333,7 +349,7 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
 def _weights(site: Site, out: Writer) -> None:
     """p as the left operand of P V, in registers."""
     if site.spec.dropout:
-        seed = "tl.load(Seed)" if crowded(site) else "seed"
+        seed = "tl.load(Seed)" if is_crowded(site.spec, max(site.D, site.Dv)) else "seed"
         out.assign("bits", f"random_bits({seed}, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
         out.assign("p", f"kept(p, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:

@@ -17,7 +17,7 @@ from ..reads import across
 from ..writer import Writer
 from .common import PADDING, scaled
 from .hopper import list_arguments, listed_tiles, segments
-from .hopper_captured import assign_batch, shares
+from .hopper_captured import assign_batch, shares, tile_loads
 
 MOST = 6
 """Loads by key that get a ring, 8 bytes an element at most; the warpgroups load the others themselves."""
@@ -45,6 +45,18 @@ def is_full(site: Site) -> bool:
     return bool(across(site.spec, False)) and site.spec.dropout > 0 and {"i", "j"} <= scaled(site, QK)[0].variables
 
 
+def is_apart(site: Site) -> bool:
+    """Does a second warp copy keys and values? Where the one that copies rows reads lists or vectors, or copies heads in pieces, and has no registers for it
+    (`hopper_backward.REGISTERS`)."""
+    pieces = len(site.qk_chunks) + len(site.v_chunks)
+    return not is_split(site) and (pieces > 2 or bool(tile_loads(site) or site.spec.dropout if by_hand(site) else key_loads(site)))
+
+
+def is_told_before(site: Site) -> bool:
+    """Are the others told how many steps came before a tile of keys? Under dropout registers are too few to count them across the loop over rows."""
+    return not is_split(site) and site.spec.dropout > 0
+
+
 def key_tiles(site: Site) -> int:
     """Tiles of keys in shared memory."""
     return 2 if is_split(site) else 1
@@ -67,7 +79,7 @@ def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
     out = function.body
     if goes_together(site):
         out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps" if _starts_long(site) else "")
-        assign_batch(site, out, mine, "y", "group * together + number % together", count(mine))
+        assign_batch(site, out, mine, "y", "group * together + number % together")
         out.assign("tile", "number // together % tiles")
     else:
         out.assign("y", "number // tiles")
@@ -144,7 +156,7 @@ def reserve_numbers(site: Site, out: Writer) -> None:
 
 def _keys_told(site: Site) -> list[str]:
     """Numbers that the warp that copies tells of a tile of keys."""
-    return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v"))]
+    return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v")), *(["before"] if is_told_before(site) else [])]
 
 
 def _rows_told(site: Site) -> list[str]:
@@ -179,15 +191,16 @@ def _place(site: Site, nth: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------ the warpgroups
 
 @contextmanager
-def each_tile(site: Site, out: Writer, warps: int, counts: bool = True):
+def each_tile(site: Site, out: Writer, warps: int, counts: bool = True, barrier: str = "kv_full"):
     """Of a warpgroup (or two together), or a warp: the loop over tiles of keys, once they have arrived. counts: does it count steps?"""
     def arrived() -> None:
         place, phase = _place(site, "nth")
         out.assign("kv", place)
-        out.line(f"mbarrier.wait(kv_full.index(kv), {phase})")
+        out.line(f"mbarrier.wait({barrier}.index(kv), {phase})")
         out.assign("tile", _number(site, "tile", warps))
+    counted = counts and not is_told_before(site)
     out.assign("nth", "0")
-    if counts:
+    if counted:
         out.assign("before", "0", "counts steps over all tiles of keys")
     arrived()
     with out.block("while tile >= 0:"):
@@ -196,7 +209,7 @@ def each_tile(site: Site, out: Writer, warps: int, counts: bool = True):
         if counts:
             out.assign("end", f"before + {f'tl.maximum({steps}, 1)' if is_tight(site) else steps}")
         yield
-        if counts:
+        if counted:
             out.assign("before", "end")
         out.assign("nth", "nth + 1")
         arrived()
@@ -219,6 +232,8 @@ def row_at(site: Site, out: Writer, warps: int) -> None:
     out.assign("is_partial", "told & 1")
     if "z" in _rows_told(site):
         out.assign("is_last", "told & 2", "of the rows of this z")
+    elif is_told_before(site):
+        out.assign("z", _number(site, "y", warps))
     out.assign("is_first", "told & 4", "of a tile of keys")
     out.assign("i0", "told & -8")
 
@@ -242,7 +257,7 @@ def worked_out(site: Site) -> dict[str, str]:
     takes a register of each. work: tiles of keys in all; padded: rows of a batch index in delta and lse2."""
     tiles = "triton.cdiv(N, KEYS['BLOCK_N'])"
     found = {"work": f"{tiles} * {count(site.axes_of('k', 'v'))}", "padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"}
-    return found | ({"tiles": tiles} if by_hand(site) else {}) | list_arguments(site, "i")
+    return found | ({"tiles": tiles} if by_hand(site) or site.tiled or is_apart(site) else {}) | list_arguments(site, "i")
 
 
 @contextmanager
@@ -265,7 +280,8 @@ def each_tile_ahead(site: Site, out: Writer, call: str, others):
         _take_next(site, out)
     await_place(site, out)
     out.assign("tile", "-1", "no tile is left")
-    tell_keys(site, out)
+    _tell(site, out, ["tile"])
+    out.line("mbarrier.arrive(kv_told.index(kv), count=1)" if is_apart(site) else "mbarrier.arrive(kv_full.index(kv), count=2)")
 
 
 @contextmanager
@@ -301,16 +317,18 @@ def await_place(site: Site, out: Writer) -> None:
     out.line(f"mbarrier.wait(kv_empty.index(kv), ({phase}) ^ 1)")
 
 
-def tell_keys(site: Site, out: Writer, rows: Program | None = None) -> None:
-    """Tell what belongs to a tile of keys: where it is, how many steps it has, and captured vectors read at the key alone. rows: what reads the
-    others; None: no tile is left, nothing is copied."""
-    _tell(site, out, _keys_told(site) if rows else ["tile"])
-    if loads := key_loads(site) if rows else []:
+def tell_keys(site: Site, out: Writer) -> None:
+    """Tell where a tile of keys is, and how many steps it has."""
+    _tell(site, out, _keys_told(site))
+
+
+def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
+    """Captured vectors read at the key alone, for the others. rows: what reads those at the row in the same function."""
+    if loads := key_loads(site):
         out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
         program = Program(site.spec, out.section(), inner="i", columns="i", beside=rows)
         for load in loads:
             out.line(f"{_key_ring(site, load)}.index(kv).store({program.value(load)}{'.to(tl.int32)' * (load.kind == BOOL)})")
-    out.line(f"mbarrier.arrive(kv_full.index(kv), count={1 if rows else 2})")
 
 
 def _take_next(site: Site, out: Writer) -> None:

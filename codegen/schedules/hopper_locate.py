@@ -1,21 +1,29 @@
 """Of the Hopper forward: which tile of query rows comes next."""
 from __future__ import annotations
 
+from typing import Sequence
+
 from ...expr import Var
+from ...spec import AttentionSpec
 from ..gluon import Partition
 from ..parts import Site, count, decode
 from ..program import Program, local
 from .forward import heavy_last
 from .hopper import is_crowded, segments
-from .hopper_captured import assign_batch, shares
+from .hopper_captured import assign_batch, outermost, shares
 
 L2_KIB = 12 * 1024
 """Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
 
 
-def crowded(site: Site) -> bool:
-    """As `hopper.is_crowded`."""
-    return is_crowded(site.spec, max(site.D, site.Dv))
+def by_host(spec: AttentionSpec, tiled: Sequence[str], head: int) -> bool:
+    """Does the host work out what is made of sizes alone, for want of registers?"""
+    return is_crowded(spec, head) or bool(outermost(spec, tiled, spec.axes))
+
+
+def is_by_host(site: Site) -> bool:
+    """As `by_host`."""
+    return by_host(site.spec, site.tiled, max(site.D, site.Dv))
 
 
 def _goes_together(site: Site) -> bool:
@@ -28,8 +36,8 @@ def _key_bytes(site: Site) -> int:
 
 
 def worked_out(site: Site) -> dict[str, str]:
-    """Arguments that the host works out where registers are few: all that is made of sizes."""
-    if not crowded(site):
+    """Arguments that the host works out: all that is made of sizes."""
+    if not is_by_host(site):
         return {}
     tiles, all = "triton.cdiv(M, FORWARD['BLOCK_M'])", count(site.spec.axes)
     groups = f"min({all}, triton.cdiv({all} * triton.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
@@ -42,10 +50,10 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
     spec, axes, ends = site.spec, site.spec.axes, site.by_rows
     function = Partition("locate", "A tile of query rows by number: batch index, first row, and the tiles of keys that its rows see.")
     out = function.body
-    if not crowded(site):
+    if not is_by_host(site):
         out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
     if _goes_together(site):
-        if not crowded(site):
+        if not is_by_host(site):
             out.assign("all", count(axes))
             groups = f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
             out.assign("groups", groups, "of batch indices whose keys and values fit the L2 cache")
@@ -53,9 +61,10 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
         out.assign("first", "number // (group * tiles) * group")
         out.assign("size", "tl.minimum(group, all - first)")
         out.assign("rest", "number % (group * tiles)")
-        assign_batch(site, out, axes, "z", "first + rest % size", "all")
+        assign_batch(site, out, axes, "z", "first + rest % size")
         if heavy_last(ends.hi):
-            out.assign("i0", "(tiles - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
+            tiles = "late(tiles, number)" if is_by_host(site) else "tiles"
+            out.assign("i0", f"({tiles} - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
         else:
             out.assign("i0", "rest // size * BLOCK_M")
     else:

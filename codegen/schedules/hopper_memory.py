@@ -19,8 +19,9 @@ from ..factors import split_factor
 from ..order import long_first
 from ..parts import chunks
 from ..ranges import bounds, never_empty
-from .hopper import compares, is_crowded
+from .hopper import compares
 from .hopper_captured import outermost, shares
+from .hopper_locate import by_host
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
@@ -95,7 +96,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         # the last: a byte for each warp of the other partitions
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 8)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
-    split = max(problem.D, problem.Dv) <= 64
+    split = _is_split(problem)
     keys = 2 if split else 1  # tiles of them
     found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + _tiles(1, m, q, 4)
     found += [((stages if split else 1) * 2 * m * n, 1024)] + _captured_tiles(spec, m, n, stages, tiled)
@@ -106,11 +107,23 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + keys * 8 * n * by_key + 2048
     found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
     found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
-    found += [(keys * BARRIER, 16)] * (3 if split else 2) + [(stages * BARRIER, 16)] * (6 if split else 4)
+    apart = _is_apart(spec, problem, tiled, listed)
+    found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (6 if split else 4)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
-    told = keys * (4 + len(spec.axes) - len(others)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
+    told = keys * (4 + len(spec.axes) - len(others) + (not split and spec.dropout > 0)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
     found += [(NUMBER * number, 16) for number in told]
     return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, stored, listed), 8), (12 if split else 4, 8)])
+
+
+def _is_split(problem: Problem) -> bool:
+    """As `hopper_keys.is_split`."""
+    return max(problem.D, problem.Dv) <= 64
+
+
+def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:
+    """As `hopper_keys.is_apart`."""
+    pieces = len(_pieces(problem.D)) + len(_pieces(problem.Dv))
+    return not _is_split(problem) and (pieces > 2 or bool(tiled or spec.dropout if listed or spec.visible.loads else _at(spec, "j")))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -171,8 +184,10 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     # how many batch indices there are: those whose keys stay in the L2 cache go together
     first = Var("i1") in bounds(spec.visible, "j").hi.leaves or shares(spec, tiled, spec.axes)
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
-    crowded = is_crowded(spec, max(problem.D, problem.Dv))  # then what is made of sizes is handed too, and always
-    sizes = NUMBER * (3 + sum(e != 1 for e in extents[crowded or not first:]) + crowded * (1 + 2 * first))  # M, N, number of tiles
+    host = by_host(spec, tiled, max(problem.D, problem.Dv))  # works out what is made of sizes, which is handed too, and always
+    alone = uneven and not host  # the warp that copies works out the number of tiles
+    known = not alone and (not first or host and not outermost(spec, tiled, spec.axes))  # a batch index is decoded without the first extent
+    sizes = NUMBER * (3 - alone + sum(e != 1 for e in extents[known:]) + host * (1 + 2 * first))  # M, N, number of tiles
     if listed:
         sizes += NUMBER * (bool(spec.mask().axes) + bool(first or problem.N % BLOCK))  # lists of a batch index; their length in place of N
     beside += _buffer(2) * (_told(spec, problem, listed) > 0)
@@ -210,7 +225,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
-    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (9 if split else 6) * _buffer(2)
+    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (9 if split else 6 + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
     total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
     total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (averages(spec) + listed)
     ends = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))

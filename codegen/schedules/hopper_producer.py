@@ -13,7 +13,7 @@ from ..writer import Writer
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
-from .hopper_keys import await_place, each_row, each_tile_ahead, tell_keys, tell_row
+from .hopper_keys import HALF, await_place, each_row, each_tile, each_tile_ahead, is_apart, read_vectors, tell_keys, tell_row
 
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
@@ -50,7 +50,8 @@ def rows_from_rings(site: Site, program: Program) -> None:
 
 def load_tiles(site: Site, others, halves: int, half: int, call: str) -> Partition:
     """halves: tiles of `half` keys each, or one of BLOCK_N. call: says where a tile of keys is."""
-    producer = Partition("load_rows", "One warp: copies tiles of keys and values, and for each the query rows that see it and what belongs to them.")
+    copies = "tells which tiles of keys come next" if is_apart(site) else "copies tiles of keys and values"
+    producer = Partition("load_rows", f"One warp: {copies}, and copies the query rows that see each and what belongs to them.")
     out = producer.body
     out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
     with each_tile_ahead(site, out, call, others) as partial:
@@ -59,19 +60,35 @@ def load_tiles(site: Site, others, halves: int, half: int, call: str) -> Partiti
             out.assign("i0", tile_start(site, "i", "t", "average != 0" if site.averages else ""))
             _load_rows(site, program, out, halves, half, partial)
             with out.block("if at == before:", "behind the first rows: those before them still read the keys"):
-                _load_keys(site, program, out, halves, half)
+                await_place(site, out)
+                if is_apart(site):
+                    tell_keys(site, out)
+                    out.line("mbarrier.arrive(kv_told.index(kv), count=1)")
+                else:
+                    _load_keys(site, program, out, halves, half)
     return producer
 
 
-def _load_keys(site: Site, program: Program, out: Writer, halves: int, half: int) -> None:
-    await_place(site, out)
+def _load_keys(site: Site, program: Program | None, out: Writer, halves: int, half: int) -> None:
     wide = sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
     out.line(f"mbarrier.expect(kv_full.index(kv), BLOCK_N * {wide * 2})")
     for n in range(halves):
         for operand in ("K", "V"):
             place = f"kv * {halves} + {n}" if halves > 1 else "kv"
             read_by_tma(site, out, operand, f"j0 + {n * half}" if n else "j0", "BLOCK_N", "kv_full.index(kv)", f"{operand.lower()}_tile", place, expect=False)
-    tell_keys(site, out, program)
+    if not is_apart(site):
+        tell_keys(site, out)
+    read_vectors(site, out, program)
+    out.line("mbarrier.arrive(kv_full.index(kv), count=1)")
+
+
+def load_keys(site: Site) -> Partition:
+    producer = Partition("load_keys", "One warp: copies the tiles of keys and values that it is told of.")
+    out = producer.body
+    with each_tile(site, out, 1, False, "kv_told"):
+        _load_keys(site, None, out, 1, HALF)
+    out.line("mbarrier.arrive(kv_full.index(kv), count=2)", "no tile is left")
+    return producer
 
 
 def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int, partial: str) -> None:
