@@ -8,7 +8,7 @@ from typing import Mapping
 import torch
 from torch.nn.functional import pad
 
-from ..expr import FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute
+from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute
 from ..reference import evaluate
 from ..spec import AttentionSpec
 from .derivative import partial as derivative
@@ -178,6 +178,14 @@ def is_overfull(spec: AttentionSpec) -> bool:
     """Do a table read at j - i, dropout and a derivative of the score that differs from element to element leave no registers for sums of dK and dV both?"""
     tables = any(is_relative(load) for load in spec.score.loads)
     return tables and spec.dropout > 0 and {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
+
+
+@functools.cache
+def least_depth(spec: AttentionSpec) -> int:
+    """How many rows or keys a product of weights, or of dS, goes over at least where the portable schedule has the older matrix instructions: 16, as those take.
+    What bytes and a join (dropout's random bits) decide Triton takes for packed 4-bit integers (`computeOrigBitWidth` of its AccelerateMatmul) and lays
+    out by 32: of 16 it comes out wrong."""
+    return 32 if spec.dropout and any(load.kind in (BOOL, INT) and load.variables & {"i", "j"} for load in spec.loads) else 16
 
 
 @functools.cache

@@ -257,7 +257,7 @@ def worked_out(site: Site) -> dict[str, str]:
     takes a register of each. work: tiles of keys in all; padded: rows of a batch index in delta and lse2."""
     tiles = "triton.cdiv(N, KEYS['BLOCK_N'])"
     found = {"work": f"{tiles} * {count(site.axes_of('k', 'v'))}", "padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"}
-    return found | ({"tiles": tiles} if by_hand(site) or site.tiled or is_apart(site) else {}) | list_arguments(site, "i")
+    return found | ({"tiles": tiles} if by_hand(site) or not is_split(site) and (site.tiled or is_apart(site)) else {}) | list_arguments(site, "i")
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from typing import Sequence
 from ...expr import Var
 from ...spec import AttentionSpec
 from ..gluon import Partition
-from ..parts import Site, count, decode
+from ..parts import Site, chunks, count, decode
 from ..program import Program, local
 from .forward import heavy_last
-from .hopper import is_crowded, segments
+from .hopper import is_crowded, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
 
 L2_KIB = 12 * 1024
@@ -18,7 +18,8 @@ L2_KIB = 12 * 1024
 
 def by_host(spec: AttentionSpec, tiled: Sequence[str], head: int) -> bool:
     """Does the host work out what is made of sizes alone, for want of registers?"""
-    return is_crowded(spec, head) or bool(outermost(spec, tiled, spec.axes))
+    three = takes_three(spec) and head < 64 and len(chunks(head)) > 1  # warpgroups, of 160 registers a thread
+    return is_crowded(spec, head) or three or bool(outermost(spec, tiled, spec.axes))
 
 
 def is_by_host(site: Site) -> bool:

@@ -25,9 +25,10 @@ def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> list[Report]:
     return compile_launches(module, gpu, lambda: module.block_lists(aux, sizes, torch.device("cpu")))
 
 
-def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] | None = None, forward: bool = True) -> list[tuple[Report, object]]:
+def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] | None = None, forward: bool = True,
+                wrong: bool = False) -> list[tuple[Report, object]]:
     """Compile every kernel of a generated file for `gpu` by running its host functions without launching. needs: which of (q, k, v, *aux)
-    get gradients; all that can unless given. forward: its kernels too."""
+    get gradients; all that can unless given. forward: its kernels too. wrong: may Triton lay out operands so that products are wrong?"""
     spec = AttentionSpec.parse(text) if isinstance(text, str) else text
     plan = make_plan(spec, problem, gpu, "forward")
     source = render.render(spec, plan, problem, needs)
@@ -47,7 +48,9 @@ def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] |
             module.backward(out, q, k, v, aux, seed, out, lse, sizes)
     plans = {"attention_forward": plan, "attention_backward_keys": backward, "attention_backward_values": backward, "attention_backward_rows": backward and backward.rows,
              "attention_delta": None, "attention_reset": None, "attention_empty_rows": None, "attention_combine": None}
-    return [(report, plans.get(report.kernel, backward and backward.dense)) for report in compile_launches(module, gpu, run)]
+    found = compile_launches(module, gpu, run)
+    assert wrong or not any(report.shallow for report in found), found
+    return [(report, plans.get(report.kernel, backward and backward.dense)) for report in found]
 
 
 class _Allocated(Exception):

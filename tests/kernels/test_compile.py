@@ -221,6 +221,33 @@ def test_the_portable_schedule_does_not_spill_at_lengths_that_no_tile_divides(ar
     assert all(plan is None or report.shared <= (BY_ARCH[arch].shared_per_block if report.instead else plan.shared) for report, plan in found), found
 
 
+BOOLS = {  # masks of bytes beside dropout: 64 rows of the mask, a vector, and beside a table whose kernels over keys have small tiles
+    "pair": "given pair: bool[3]\nqk = q[b, h, i] . k[b, h, j]\nscore = qk * 0.125\nwhere pair[b, i, j]",
+    "shared": "given pair: bool[3]\nqk = q[b, h, i] . k[h, j]\nscore = qk * 0.125\nwhere pair[b, i, j] & (j <= i)",
+    "ends": "given pad: bool[2]\ngiven rel: float[2]\nqk = q[b, h, i] . k[b, h, j]\n"
+            "score = qk * 0.125 + rel[h, minimum(maximum(j - i + M - 1, 10), M + 20)]\nwhere pad[b, j]",
+    "documents": "given ids: int[2]\nqk = q[b, h, i] . k[b, h, j]\nscore = qk * 0.125\nwhere ids[b, i] == ids[b, j]",
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name, head, M", [("pair", 80, 57), ("shared", 80, 57), ("shared", 128, 1000), ("ends", 64, 37), ("ends", 128, 1024), ("documents", 80, 57)])
+def test_products_are_as_deep_as_their_operands(arch, name, head, M):
+    """Checked by `compile_all`. What these spill is not: their tiles are larger than registers want."""
+    s = f"attention[b, h, i, j]\n{BOOLS[name]}\nempty zero\ndrop 0.1\nout = softmax_j(score) . v[{'h' if name == 'shared' else 'b, h'}, j]"
+    with overridden(schedule="triton"):
+        assert compile_all(s, Problem((2, 4), M, M, head, head, "bfloat16", "bfloat16"), BY_ARCH[arch])
+
+
+def test_operands_that_are_too_wide_are_found():
+    """A kernel over keys with 16 rows: gradients of k and v were off by 10 on an H200."""
+    s = f"attention[b, h, i, j]\n{BOOLS['pair']}\nempty zero\ndrop 0.1\nout = softmax_j(score) . v[b, h, j]"
+    with overridden(schedule="triton", keys=(16, 16, 4, 1), rows=(16, 32, 4, 1)):
+        found = compile_all(s, Problem((2, 4), 57, 57, 80, 80, "bfloat16", "bfloat16"), BY_ARCH["sm_90"], wrong=True)
+    assert {report.kernel: report.shallow for report, _ in found if report.kernel != "attention_forward"} == {
+        "attention_delta": False, "attention_backward_rows": False, "attention_backward_keys": True}
+
+
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
 def test_summaries_build_without_spilling(name):
     s, given = family(FAMILIES[name]), tensors(257, 300, 0)
