@@ -112,6 +112,7 @@ def _smallest(kernel: str, m: int, n: int, problem: Problem, spec: AttentionSpec
 
 
 def _generated(asked: Asked) -> list[Tiles]:
+    """The same, however deep their products are."""
     kernel, spec, problem, gpu, listed = asked.kernel, asked.spec, asked.problem, asked.gpu, asked.listed
     head = max(padded(problem.D), padded(problem.Dv))
     if asked.schedule == "hopper":

@@ -20,8 +20,8 @@ from .ends import classify, ended
 from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserve, tile_view, tma_arguments
 from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
-from .hopper_keys import by_hand, each_tile, is_apart, is_split, is_told_before, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
-from .hopper_keys import read_late, reserve_numbers, row_at, slot_of, worked_out
+from .hopper_keys import by_hand, each_tile, is_apart, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
+from .hopper_keys import read_late, reserve_numbers, row_at, sees_ends_late, slot_of, worked_out
 from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_keys, load_tiles, reserve_rows, rows_from_rings
@@ -128,7 +128,7 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
         if is_split(site) and {"i", "j"} <= load.variables and load not in (*tiles, *ended(site)):
             program.value(load)
     own = classify(site, program, out, ("i0", "BLOCK_M"), ("key0", rows), near=True)
-    if not (is_told_before(site) or is_split(site)):
+    if not sees_ends_late(site):
         beyond_ends(site, own, out)
 
 

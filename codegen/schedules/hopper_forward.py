@@ -39,6 +39,11 @@ def is_told(site: Site) -> bool:
     return is_uneven(site) and (site.listed or not compares(site.spec))
 
 
+def _reads_seed_late(site: Site) -> bool:
+    """Is dropout's seed read where it is used, tile by tile?"""
+    return is_crowded(site.spec, max(site.D, site.Dv))
+
+
 def told(site: Site, returns: list[str], name: str) -> str:
     """Where a number that `locate_rows` returns lies in shared memory."""
     return f"told_ring.index(q_slot * {len(returns)} + {returns.index(name)})"
@@ -55,7 +60,7 @@ def forward_kernel(site: Site) -> Kernel:
     out = kernel.body
     if not is_by_host(site) and not is_uneven(site):
         out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
-    if spec.dropout and not is_crowded(spec, max(site.D, site.Dv)):
+    if spec.dropout and not _reads_seed_late(site):
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_tile", "Q", warpgroups * site.q_tiles, ROWS)
     reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
@@ -349,7 +354,7 @@ def _softmax(site: Site, program: Program, out: Writer, partial: str, first: boo
 def _weights(site: Site, out: Writer) -> None:
     """p as the left operand of P V, in registers."""
     if site.spec.dropout:
-        seed = "tl.load(Seed)" if is_crowded(site.spec, max(site.D, site.Dv)) else "seed"
+        seed = "tl.load(Seed)" if _reads_seed_late(site) else "seed"
         out.assign("bits", f"random_bits({seed}, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
         out.assign("p", f"kept(p, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:

@@ -57,6 +57,11 @@ def is_told_before(site: Site) -> bool:
     return not is_split(site) and site.spec.dropout > 0
 
 
+def sees_ends_late(site: Site) -> bool:
+    """Is it worked out last, and not with the scores, which keys lie beyond the ends of a table? That spares the step registers."""
+    return is_split(site) or is_told_before(site)
+
+
 def key_tiles(site: Site) -> int:
     """Tiles of keys in shared memory."""
     return 2 if is_split(site) else 1

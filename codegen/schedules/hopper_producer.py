@@ -83,6 +83,7 @@ def _load_keys(site: Site, program: Program | None, out: Writer, halves: int, ha
 
 
 def load_keys(site: Site) -> Partition:
+    """The second warp that copies (`hopper_keys.is_apart`)."""
     producer = Partition("load_keys", "One warp: copies the tiles of keys and values that it is told of.")
     out = producer.body
     with each_tile(site, out, 1, False, "kv_told"):

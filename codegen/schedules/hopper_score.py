@@ -10,7 +10,7 @@ from ..writer import Writer
 from .common import Body, scaled
 from .ends import tight_score
 from .hopper_captured import doubles, is_signed, left_out
-from .hopper_keys import is_full, is_split, is_tight, is_told_before
+from .hopper_keys import is_full, is_split, is_tight, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
 from .hopper_vectors import cut, groups
 from .relative import add_ends, beyond_ends
@@ -155,7 +155,7 @@ def score_gradient(site: Site, body: Body, out: Writer) -> None:
     if site.averages and spec.empty_row is EmptyRow.MEAN:
         out.assign("mean", from_ring("mean_ring"))
         body.replaced(out)
-    if is_told_before(site) or is_split(site):
+    if sees_ends_late(site):
         beyond_ends(site, body.program.here(out), out)
     add_ends(site, out, "ds")
     out.assign("ds", f"ds.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
