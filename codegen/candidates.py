@@ -9,7 +9,7 @@ from ..expr import cached_hash
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
-from .captured import ends, is_divided, is_overfull, least_depth
+from .captured import ends, is_divided, is_overfull
 from .gpu import EXACT, GPU, units
 from .largest import largest
 from .limits import grouped, is_uneven, padded, shared_bytes, wider_bytes
@@ -96,23 +96,6 @@ class Candidate:
 
 def generated(asked: Asked) -> list[Tiles]:
     """Tiles worth a look, in no order."""
-    def deepened(m: int, n: int, *rest: int) -> Tiles:
-        least_m, least_n = _smallest(asked.kernel, m, n, asked.problem, asked.spec, asked.gpu)
-        return max(m, least_m), max(n, least_n), *rest
-    return list(dict.fromkeys(deepened(*tiles) for tiles in _generated(asked)))
-
-
-def _smallest(kernel: str, m: int, n: int, problem: Problem, spec: AttentionSpec, gpu: GPU) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N) at least: products of weights go over rows in the kernel over keys, over keys in the others but "dense", which has none. The newer
-    instructions take 64 of the others, which a program holds; FMAs want nothing."""
-    found, outer = units(problem, gpu), n if kernel == "keys" else m
-    older = found == "mma" or found != "fma" and outer < 64
-    depth = least_depth(spec) if older and kernel != "dense" else 16
-    return (depth, 16) if kernel == "keys" else (16, depth)
-
-
-def _generated(asked: Asked) -> list[Tiles]:
-    """The same, however deep their products are."""
     kernel, spec, problem, gpu, listed = asked.kernel, asked.spec, asked.problem, asked.gpu, asked.listed
     head = max(padded(problem.D), padded(problem.Dv))
     if asked.schedule == "hopper":
@@ -121,7 +104,7 @@ def _generated(asked: Asked) -> list[Tiles]:
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
-        return [(16, 16, 4, 2)] if head > 64 and grouped(spec) and is_overfull(spec) else [(16, 64, 8, 2)]
+        return [(16, 16, 4, 2) if head > 64 and grouped(spec) and is_overfull(spec) else (16, 32, 4, 2) if head > 128 else (16, 64, 8, 2)]
     if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
     outer = problem.N if kernel == "keys" else problem.M * asked.known.group  # rows of the first product: what a program holds
@@ -139,13 +122,12 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
     """Tiles with their stages, halved along the longer side until they fit in shared memory."""
     m, n, warps, most = tiles
     while True:
-        least = _smallest(kernel, m, n, problem, spec, gpu)
         found = [(m, n, warps, stages) for stages in range(most, min(most, 2) - 1, -1)]
         if shared_bytes(kernel, found[-1], problem, spec, gpu) + wider_bytes(kernel, found[-1], problem, spec) <= gpu.shared_per_block:
             return found
-        if m <= least[0] and n <= least[1]:
+        if m == n == 16:
             return [*found, (m, n, warps, 1)]
-        m, n = (m // 2, n) if m > n and m > least[0] or n <= least[1] else (m, n // 2)
+        m, n = (m // 2, n) if m > n or n == 16 else (m, n // 2)
         warps = min(warps, 4 if m * n <= 2048 and max(padded(problem.D), padded(problem.Dv)) <= 128 else 8)
 
 

@@ -8,7 +8,7 @@ from typing import Mapping
 import torch
 from torch.nn.functional import pad
 
-from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute
+from ..expr import FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute
 from ..reference import evaluate
 from ..spec import AttentionSpec
 from .derivative import partial as derivative
@@ -181,15 +181,7 @@ def is_overfull(spec: AttentionSpec) -> bool:
 
 
 @functools.cache
-def least_depth(spec: AttentionSpec) -> int:
-    """How many rows or keys a product of weights, or of dS, goes over at least where the portable schedule has the older matrix instructions: 16, as those take.
-    What bytes and a join (dropout's random bits) decide Triton takes for packed 4-bit integers (`computeOrigBitWidth` of its AccelerateMatmul) and lays
-    out by 32: of 16 it comes out wrong."""
-    return 32 if spec.dropout and any(load.kind in (BOOL, INT) and load.variables & {"i", "j"} for load in spec.loads) else 16
-
-
-@functools.cache
 def is_divided(spec: AttentionSpec) -> bool:
-    """Do dK and dV come from kernels of their own in the portable schedule? What positions in a table with ends and dropout's random bits are made of leave
-    no registers for sums of both."""
-    return is_overfull(spec) or spec.dropout > 0 and any(map(ends, spec.score.loads))
+    """Do dK and dV come from kernels of their own in the portable schedule? What positions in a table with ends, dropout's random bits and the queries that
+    share keys are made of leave no registers for sums of both."""
+    return is_overfull(spec) or spec.dropout > 0 and any(map(ends, spec.score.loads)) and not set(spec.axes) <= spec.k | spec.v

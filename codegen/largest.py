@@ -43,7 +43,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     """(BLOCK_M, BLOCK_N, num_warps, num_stages) of a kernel whose products run on other units than Hopper's; of "dense" on all."""
     head, found = max(padded(problem.D), padded(problem.Dv)), units(problem, gpu)
     step = 64 if head <= 64 else 128 if head <= 128 else 256
-    several = len(chunks(max(problem.D, problem.Dv))) > 1
+    pieces = len(chunks(max(problem.D, problem.Dv)))
+    several = pieces > 1
     if kernel == "dense" and (found != "bf16x6" or head > DENSE_IN_PIECES):
         return _dense(spec, found, head, several, problem.N % ROW > 0)
     tiled = any({"i", "j"} <= load.variables for load in spec.visible.loads)  # addresses of a mask's tile
@@ -69,8 +70,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     if kernel != "forward" and found == "mma" and step == 64 and not heavy and not several and spec.is_data_masked:  # what the mask reads, by row or key
         tiles = LARGEST[found, kernel, step][True]
     if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
-        masked = max(problem.D, problem.Dv) % 16 > 0  # the last piece has columns to hide
-        tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if masked else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 2)}.get((found, step), tiles)
+        narrow = max(problem.D, problem.Dv) % 16 > 0 or several and head > 80 and spec.is_data_masked  # columns to hide in the last piece; many of both
+        tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if narrow else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 1 if pieces > 2 and spec.is_data_masked else 2)}.get((found, step), tiles)
     return tiles
 
 
@@ -79,10 +80,11 @@ def _dense(spec: AttentionSpec, found: str, head: int, several: bool, one_by_one
     by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
     wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
     tiles = (32, 32, 4, 1) if found in EXACT or head > 128 or found == "mma" and is_overfull(spec) else (64, 32, 4, 1) if spec.is_data_masked or found == "mma" and not by_rows else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
-    if found not in EXACT and head > 128 and one_by_one:
+    if found not in EXACT and head > 128 and (one_by_one or spec.dropout and has_relative(spec)):
         return (16, 16, 4, 1) if has_relative(spec) else (32, 16, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers
-        return (min(tiles[:2]), min(tiles[:2]), *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found in EXACT else 8, 1)))
+        side = 32 if several and head <= 64 and one_by_one and spec.dropout else min(tiles[:2])
+        return (side, side, *((4 if head <= 64 else 8, 2) if found == "wgmma" else (tiles[2] if found in EXACT else 8, 1)))
     if found == "wgmma" and head <= 128 and (head > 64 and one_by_one or tiles[1] == 64 and (one_by_one or head <= 64 and grouped(spec) and spec.is_masked)):
         return (64, 32 if several and one_by_one and head <= 64 else tiles[1], 8, 1)
     return tiles

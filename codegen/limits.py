@@ -105,9 +105,9 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     elif found == "mma" and exact:
         gathered = sum(_staged(load, kernel, tiles, problem) for load in tiled if is_exchanged(load, kernel, problem))
         tiled_loads, total = tiled_loads - gathered, total - gathered
-        passing = max(2 * m * n * _divides(kernel, outer, problem, spec), gathered)
+        passing = max(2 * m * n * (outer < _narrowest(kernel, problem)), gathered)
         if kernel == "keys" and spec.dropout:
-            passing = max(passing, _random_bits(m, n, warps))
+            passing = max(passing, m * n * (m * n < 128 * warps))  # threads share what one Philox call decides
             total += 4 * m * max(1, stages - 1)  # then delta is copied ahead too
         if kernel == "keys":
             return total - tiled_loads + max(tiled_loads, passing)
@@ -210,7 +210,7 @@ def _ring(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec:
     older = outer < 64
     copies = stages - 1 if older else stages  # a tile is free when it has been read
     ring = [(copies * inner * row, 16 if older else min(1024, 8 * row)) for row in q + v]
-    divided = older and _divides(kernel, outer, problem, spec, cut)
+    divided = older and outer < _narrowest(kernel, problem)
     exchanged = [2 * m * n * divided, exchanged]  # one after the other
     for load in across(spec, cut):
         staged = _staged(load, kernel, tiles, problem)
@@ -220,8 +220,8 @@ def _ring(kernel: str, tiles: tuple[int, int, int, int], problem: Problem, spec:
             exchanged.append(staged)
         else:
             ring.append((staged, 16))
-    if keys:  # random bits, or delta
-        exchanged.append(_random_bits(m, n, warps) if spec.dropout else 4 * m * (warps * 32 == m))
+    if keys and not spec.dropout:  # delta
+        exchanged.append(4 * m * (warps * 32 == m))
     # pieces of an operand that is read transposed are awaited one by one
     barriers = 2 if not older else len(q) + (len(v) if kernel != "forward" else 1)
     ring += [(max(exchanged), 16)] + [(8 * copies, 16)] * (barriers * descriptors) + [(ahead, 16)]
@@ -266,11 +266,10 @@ def _in_turn(tiles: tuple[int, int, int, int], problem: Problem, spec: Attention
     divided = n < _narrowest("keys", problem)  # then each warp holds few rows of such an operand, and weights are exchanged too
     # rows that a thread holds before as after are exchanged in two halves
     exchanged = lambda row: m * row // (2 if not divided and 32 * warps * 16 // row < m else 1)
-    weights, bits = 2 * m * n * divided, _random_bits(m, n, warps) * (spec.dropout > 0)
+    weights = 2 * m * n * divided
     at_q = max(m * sum(q[:piece + 1]) + max(exchanged(row), staged) for piece, row in enumerate(q))
-    # a random choice is made between the products that read dO: all its pieces are there
-    at_v = max(m * sum(v if spec.dropout else v[:piece + 1]) + exchanged(row) for piece, row in enumerate(v))
-    at_v = max(at_v, m * sum(v) + max(weights, bits))
+    at_v = max(m * sum(v[:piece + 1]) + exchanged(row) for piece, row in enumerate(v))
+    at_v = max(at_v, m * sum(v) + weights)
     return n * sum(q + v) + max(at_q, m * sum(q) + at_v)
 
 
@@ -278,17 +277,6 @@ def _narrowest(kernel: str, problem: Problem) -> int:
     """Narrowest piece of the output, or of dK or dQ. Where a tile has fewer rows, warps divide its columns, and weights pass through shared
     memory on their way to an operand in registers."""
     return min(c.width for c in chunks(problem.Dv if kernel == "forward" else problem.D))
-
-
-def _divides(kernel: str, outer: int, problem: Problem, spec: AttentionSpec, cut: bool = True) -> bool:
-    """Do weights pass through shared memory? Also where rows that average v meet dropout: loops divide their tiles among warps in two ways, so
-    that the one before, in which the mask is evaluated, exchanges its."""
-    return outer < _narrowest(kernel, problem) or cut and kernel != "keys" and spec.dropout > 0 and averages(spec, problem)
-
-
-def _random_bits(m: int, n: int, warps: int) -> int:
-    """Of dropout in the kernel over keys, whose tile is drawn as other kernels see it, then transposed: what the warps, 16 keys each, have at once."""
-    return 2 * m * min(n, 16 * warps)
 
 
 def _staged(load: Load, kernel: str, tiles: tuple[int, int, int, int], problem: Problem, width: int = 0) -> int:

@@ -67,7 +67,7 @@ class _Recorder:
                                tuple(more.items()))
                 built[found.instead] = found
                 return found.spilled
-            self.found.append(built[tuple(settled(spilled, self.function, args, options).items())])
+            self.found.append(built[tuple(settled(spilled, self.function, options).items())])
         return run
 
 
@@ -88,7 +88,7 @@ def assembled(kernel, gpu: GPU) -> tuple[int, int, bool]:
 
 def is_shallow(text: str) -> bool:
     """Is an operand of the older matrix instructions laid out by more elements than its product goes over? Triton 3.6 and 3.7 do not ask, and the product
-    comes out wrong (`captured.least_depth`). text: a kernel in Triton's GPU dialect."""
+    comes out wrong (`philox.KEEP_TILE`). text: a kernel in Triton's GPU dialect."""
     older = set(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = 2", text, re.M))
     operands = re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = (\d), parent = (#\w+), kWidth = (\d+)", text)
     return any(layout in older and 4 * int(width) > int(rows if operand == "1" else columns) for rows, columns, operand, layout, width in operands)

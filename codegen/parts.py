@@ -10,33 +10,11 @@ from ..expr import BOOL, Call, Expr, Load, conjuncts
 from ..spec import AttentionSpec, EmptyRow
 from . import captured
 from .factors import by_vectors, gathered, peel
-from .philox import HALF_BITS, ROUNDS
 from .program import local, pointer, stride
 from .ranges import Bounds, bounds, never_empty, not_behind
 from .writer import Writer
 
 LOG2E = 1.4426950408889634
-
-KEEP_TILE = f'''@triton.jit
-def keep_tile(seed, z, i0, j0, THRESHOLD: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Dropout's decisions for rows i0… and columns j0… of batch index z: one Philox call for 4 elements (+0 and +8),
-    or for 8 where NARROW bits suffice (columns +1 too)."""
-    r = tl.arange(0, ROWS // 2)
-    PIECE: tl.constexpr = 4 if NARROW else 8
-    c = tl.arange(0, COLUMNS // 16 * PIECE)
-    i = (i0 + r // 8 * 16 + r % 8).to(tl.uint32)[:, None]
-    j = (j0 + c // PIECE * 16 + c % PIECE * (8 // PIECE)).to(tl.uint32)[None, :]
-    z = (z + tl.zeros([1, 1], tl.int32)).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, j, i, z, tl.zeros([1, 1], tl.uint32), {ROUNDS})
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))              # (r, c, bit 3 of j, bit 3 of i)
-    limit = tl.full([1, 1, 1, 1], THRESHOLD, tl.uint32)
-    if NARROW:
-        low, high = words & {2 ** HALF_BITS - 1}, (words >> 16) & {2 ** HALF_BITS - 1}
-        keep = tl.join(low >= limit, high >= limit)                # (…, bit 0 of j)
-        keep = keep.reshape(ROWS // 16, 8, COLUMNS // 16, 4, 2, 2, 2).permute(0, 5, 1, 2, 4, 3, 6)
-    else:
-        keep = (words >= limit).reshape(ROWS // 16, 8, COLUMNS // 16, 8, 2, 2).permute(0, 5, 1, 2, 4, 3)
-    return keep.reshape(ROWS, COLUMNS)'''
 
 
 @dataclass(frozen=True)

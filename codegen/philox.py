@@ -18,6 +18,34 @@ _MASK = 0xFFFFFFFF
 HALF_BITS = 15
 """Of a half: read as float16 those order like integers, so that Hopper compares two at once."""
 
+KEEP_TILE = f'''@triton.jit
+def either(a, b):
+    """a and b side by side along a new last axis. `tl.join` beside bytes of a mask looks like packed 4-bit integers to Triton 3.6 and 3.7: operands of
+    products are laid out by 32 elements, and products over 16 come out wrong."""
+    return tl.where(tl.arange(0, 2) == 0, tl.expand_dims(a, -1), tl.expand_dims(b, -1))
+
+
+@triton.jit
+def keep_tile(seed, z, i0, j0, THRESHOLD: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Dropout's decisions for rows i0… and columns j0… of batch index z: one Philox call for 4 elements (+0 and +8),
+    or for 8 where NARROW bits suffice (columns +1 too)."""
+    r = tl.arange(0, ROWS // 2)
+    PIECE: tl.constexpr = 4 if NARROW else 8
+    c = tl.arange(0, COLUMNS // 16 * PIECE)
+    i = (i0 + r // 8 * 16 + r % 8).to(tl.uint32)[:, None]
+    j = (j0 + c // PIECE * 16 + c % PIECE * (8 // PIECE)).to(tl.uint32)[None, :]
+    z = (z + tl.zeros([1, 1], tl.int32)).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, j, i, z, tl.zeros([1, 1], tl.uint32), {ROUNDS})
+    words = either(either(w0, w1), either(w2, w3))                 # (r, c, bit 3 of j, bit 3 of i)
+    limit = tl.full([1, 1, 1, 1], THRESHOLD, tl.uint32)
+    if NARROW:
+        low, high = words & {2 ** HALF_BITS - 1}, (words >> 16) & {2 ** HALF_BITS - 1}
+        keep = either(low >= limit, high >= limit)                 # (…, bit 0 of j)
+        keep = keep.reshape(ROWS // 16, 8, COLUMNS // 16, 4, 2, 2, 2).permute(0, 5, 1, 2, 4, 3, 6)
+    else:
+        keep = (words >= limit).reshape(ROWS // 16, 8, COLUMNS // 16, 8, 2, 2).permute(0, 5, 1, 2, 4, 3)
+    return keep.reshape(ROWS, COLUMNS)'''
+
 
 def is_narrow(p: float) -> bool:
     """Do 15 bits say p and 1 - p within 2**-10 of their value? Thresholds end below float16's NaNs, at 0.969."""

@@ -18,7 +18,6 @@ from ..spec import BLOCK, FINE, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
 from .candidates import Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
-from .captured import least_depth
 from .gpu import EXACT, GPU, units
 from .packing import packed_axes
 from .limits import has_relative, shared_bytes
@@ -141,14 +140,12 @@ def overridden(schedule: str | None = None, parts: int | None = None, packed: bo
         OVERRIDE.update(before)
 
 
-def matmul_precision(problem: Problem, gpu: GPU, spec: AttentionSpec) -> str:
+def matmul_precision(problem: Problem, gpu: GPU) -> str:
     """How float32 matrix products are computed: "ieee" or, as good as that where it was measured (Hopper), "bf16x6": each float32 is the sum of three
     bfloat16, and of their nine products six are more than rounding, with half of an FMA's error. Where PyTorch allows TF32 for its own: "tf32", of which
-    Triton truncates operands; instead of "bf16x6" then "bf16x3", of two bfloat16 each, whose products are good to 2 ** -16 where TF32's are to 2 ** -11.
-    TF32 is not taken where its products would be too shallow in these tiles (`captured.least_depth`)."""
+    Triton truncates operands; instead of "bf16x6" then "bf16x3", of two bfloat16 each, whose products are good to 2 ** -16 where TF32's are to 2 ** -11."""
     exact, faster = ("bf16x6", "bf16x3") if units(problem, gpu) == "bf16x6" else ("ieee", "tf32")
-    shallow = faster == "tf32" and least_depth(spec) > 16
-    return faster if tf32_allowed() and not shallow else exact
+    return faster if tf32_allowed() else exact
 
 
 def _check_types(problem: Problem, gpu: GPU) -> None:
@@ -301,7 +298,7 @@ class _Asked:
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(stored))
         ordered = backward and deterministic()  # whose turn it is lies in shared memory too
-        return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + 256 * ordered, gpu, matmul_precision(problem, gpu, spec), True, reason,
+        return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + 256 * ordered, gpu, matmul_precision(problem, gpu), True, reason,
                              best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=stored, ordered=ordered))
 
     # the portable schedule
@@ -344,7 +341,7 @@ class _Asked:
                                 f"{best.shared} bytes of shared memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
             reason = _reason(best, fit, gpu, asked.units == "wgmma" and kernel != "dense")
         parts = OVERRIDE.get("parts", best.parts) if kernel == "forward" else 1
-        return _divided(Plan("triton", self.direction, kernel, *best.tiles, best.shared, gpu, matmul_precision(problem, gpu, spec), asked.descriptors, reason,
+        return _divided(Plan("triton", self.direction, kernel, *best.tiles, best.shared, gpu, matmul_precision(problem, gpu), asked.descriptors, reason,
                              best.registers, listed=asked.listed, parts=parts, packed=packed_axes(spec, problem) if asked.packed else ()))
 
 

@@ -9,10 +9,10 @@ from typing import Sequence
 from ..compat import interpreting
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
-from . import host
-from . import gluon
-from .parts import KEEP_TILE, Site
+from . import gluon, host
 from .load import load
+from .parts import Site
+from .philox import KEEP_TILE
 from .plan import Plan, all_needs, make_plan
 from .schedules import combine, hopper_memory
 from .program import helpers
@@ -69,7 +69,7 @@ def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bo
         functions.append(host.backward_function(site, found))
     kernels = [k.source for k in found.values()]
     body = "\n".join([*kernels, *functions])
-    native = plan.gpu.capability >= (7, 5) and not interpreting()
+    native = plan.gpu.vendor == "NVIDIA" and plan.gpu.capability >= (7, 5) and not interpreting()
     shared = [*([KEEP_TILE] if "keep_tile(" in body else []), *helpers(body, "float32" in (site.dtype, site.v_dtype), native), *gluon.helpers(body)]
     head = _head(site, plan, backward if any(site.needs) else None, problem, body)
     text = "\n\n\n".join([head, *shared, *kernels, *functions, _MAIN]) + "\n"

@@ -12,8 +12,6 @@ from __future__ import annotations
 import copy
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-import torch
-
 from .. import compat
 
 INNER = {"attention_forward": ("BLOCK_N", ("K", "V")), "attention_backward_rows": ("BLOCK_N", ("K", "V")),
@@ -23,22 +21,15 @@ SUMS = "slots"
 """The argument of a kernel that sums beyond the ends of a table (`schedules/relative.py`)."""
 LEAST, WARPS, REGISTERS = 16, 8, 255
 """Elements that a matrix product takes at least; warps of a program at most, of which each thread can have so many registers."""
-BYTES = torch.bool, torch.int8, torch.uint8
 
 
-def depth(kernel, args: Sequence) -> int:
-    """The least inner tile of a kernel: `captured.least_depth`, as its arguments tell it."""
-    drops = "Seed" in kernel.arg_names
-    return 32 if drops and any(getattr(a, "dtype", None) in BYTES for a in args) else LEAST
-
-
-def attempts(kernel, args: Sequence, options: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+def attempts(kernel, options: Mapping[str, Any]) -> Iterator[dict[str, int]]:
     """Options to replace, the best first. None where warps have parts of their own, with registers dealt out."""
     if "maxnreg" in options:
         return
     name, _ = INNER.get(kernel.__name__, ("", ())) if SUMS not in kernel.arg_names else ("", ())
-    warps, inner, least = options.get("num_warps", 4), options.get(name, LEAST), depth(kernel, args)
-    for tile in [inner] + [inner >> n for n in range(1, 8) if inner >> n >= least]:
+    warps, inner = options.get("num_warps", 4), options.get(name, LEAST)
+    for tile in [inner >> n for n in range(8) if inner >> n >= LEAST]:
         for count in (warps, warps * 2)[: 1 + (warps < WARPS)]:
             yield {"maxnreg": REGISTERS} | ({name: tile} if tile < inner else {}) | ({"num_warps": count} if count > warps else {})
 
@@ -56,10 +47,10 @@ def fitted(kernel, args: Sequence, more: Mapping[str, int]) -> Sequence:
     return found
 
 
-def settled(spilled: Callable[[dict[str, int]], int], kernel, args: Sequence, options: Mapping[str, Any]) -> dict[str, int]:
+def settled(spilled: Callable[[dict[str, int]], int], kernel, options: Mapping[str, Any]) -> dict[str, int]:
     """The first of them with which it does not spill, or spills least. spilled: bytes (or registers) with these instead."""
     best, least = {}, spilled({})
-    for more in attempts(kernel, args, options):
+    for more in attempts(kernel, options):
         if not least:
             break
         found = spilled(more)
@@ -70,4 +61,4 @@ def settled(spilled: Callable[[dict[str, int]], int], kernel, args: Sequence, op
 
 def settled_here(kernel, grid, args: Sequence, options: Mapping[str, Any]) -> dict[str, int]:
     """`settled` by the card that the kernel runs on."""
-    return settled(lambda more: compat.spilled(kernel.warmup(*fitted(kernel, args, more), grid=grid, **options | more)), kernel, args, options)
+    return settled(lambda more: compat.spilled(kernel.warmup(*fitted(kernel, args, more), grid=grid, **options | more)), kernel, options)

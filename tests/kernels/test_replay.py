@@ -143,14 +143,6 @@ def test_a_kernel_that_spills_is_compiled_again(monkeypatch, name, given, enough
     assert kernel.launched == [given | expected] * 2 and len(kernel.asked) == asked
 
 
-def test_products_stay_as_deep_as_bytes_beside_dropout_want_them(monkeypatch):
-    monkeypatch.setattr(compat, "spilled", lambda compiled: compiled.spills)
-    for mask, tile in ((torch.bool, 32), (torch.int64, 16)):
-        kernel = _Spilling("attention_forward Seed", {"BLOCK_N": 16})
-        replay.Watched(kernel)[(1,)](torch.empty(0, dtype=mask), BLOCK_N=32, num_warps=8)
-        assert kernel.launched[0]["BLOCK_N"] == tile
-
-
 def test_tma_copies_tiles_of_the_size_that_was_settled():
     from flashfx.codegen.spilling import fitted
     described = lambda: TensorDescriptor(torch.empty(2, 128, 64), [2, 128, 64], [8192, 64, 1], [1, 64, 64])
