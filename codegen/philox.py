@@ -20,8 +20,8 @@ HALF_BITS = 15
 
 KEEP_TILE = f'''@triton.jit
 def either(a, b):
-    """a and b side by side along a new last axis. `tl.join` beside bytes of a mask looks to Triton 3.6 and 3.7 like 4-bit integers:
-    operands of products are laid out by 32 elements, and products over 16 come out wrong."""
+    """a and b side by side along a new last axis. `tl.join` beside bytes of a mask looks like 4-bit integers
+    to Triton 3.6 and 3.7: operands of products are laid out by 32 elements, and products over 16 come out wrong."""
     return tl.where(tl.arange(0, 2) == 0, tl.expand_dims(a, -1), tl.expand_dims(b, -1))
 
 
