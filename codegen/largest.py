@@ -69,6 +69,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
         tiles = (min(tiles[0], 64), min(tiles[1], 32), *tiles[2:])
     if kernel != "forward" and found == "mma" and step == 64 and not heavy and not several and spec.is_data_masked:  # what the mask reads, by row or key
         tiles = LARGEST[found, kernel, step][True]
+    if kernel == "keys" and spec.dropout and tiled and found == "mma" and step == 128 and problem.N % ROW:  # and a mask's tile element by element
+        tiles = (16, 32, 8, 1)
     if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
         narrow = max(problem.D, problem.Dv) % 16 > 0 or several and head > 80 and spec.is_data_masked  # columns to hide in the last piece; many of both
         tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if narrow else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 1 if pieces > 2 and spec.is_data_masked else 2)}.get((found, step), tiles)

@@ -20,6 +20,13 @@ if interpreting():
 from .compiled import BY_ARCH, compile_all, compile_blocks  # noqa: E402
 
 ALL = {**CORE, **MORE}
+
+
+def thinned(points):
+    """Every third; the rest is slow (`make test-slow`): compiled for the first time on two cores, all of them take longer than the other tests together."""
+    return [point if n % 3 == 0 else pytest.param(*(point if isinstance(point, tuple) else (point,)), marks=pytest.mark.slow) for n, point in enumerate(points)]
+
+
 SAMPLE = [
     ("sm_80", "bfloat16", 64, "causal", "self"), ("sm_80", "float16", 128, "full", "gqa"), ("sm_80", "float32", 64, "causal", "self"),
     ("sm_80", "bfloat16", 80, "dropout", "self"), ("sm_80", "float16", 256, "causal", "self"),
@@ -52,28 +59,28 @@ def builds(arch, dtype, head, variant, kind, M=1024):
         assert not (plan is not None and plan.schedule == "hopper" and report.serialised), report
 
 
-@pytest.mark.parametrize("arch, dtype, head, variant, kind", SAMPLE)
+@pytest.mark.parametrize("arch, dtype, head, variant, kind", thinned(SAMPLE))
 def test_builds_without_spilling(arch, dtype, head, variant, kind):
     builds(arch, dtype, head, variant, kind)
 
 
-@pytest.mark.parametrize("arch, dtype, head, variant, M", [
+@pytest.mark.parametrize("arch, dtype, head, variant, M", thinned([
     ("sm_80", "bfloat16", 128, "full", 1), ("sm_86", "float16", 64, "padding", 5), ("sm_90", "bfloat16", 128, "full", 1),
     ("sm_90", "bfloat16", 64, "softcap", 5), ("sm_90", "float16", 80, "padding", 3), ("sm_90", "float16", 112, "full", 1),
-    ("sm_90", "bfloat16", 256, "full", 16), ("sm_100", "bfloat16", 128, "bias", 2), ("sm_90", "float32", 64, "full", 1)])
+    ("sm_90", "bfloat16", 256, "full", 16), ("sm_100", "bfloat16", 128, "bias", 2), ("sm_90", "float32", 64, "full", 1)]))
 def test_heads_as_rows_of_a_tile_build_without_spilling(arch, dtype, head, variant, M):
     p = Problem((2, 3, 8), M, 4096, head, head, dtype, dtype)
     (report, plan), *_ = compile_all(spec(ALL[variant], "gqa"), p, BY_ARCH[arch], (False,) * 4)
     assert plan.packed == ("g",) and report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block and not report.spilled, (report, plan)
 
 
-@pytest.mark.parametrize("head, variant, kind", [
+@pytest.mark.parametrize("head, variant, kind", thinned([
     (128, "transposed_bias", "self"), (128, "padded_bias", "gqa"), (128, "additive_mask", "gqa"), (128, "softcap", "self"), (128, "softcap", "gqa"), (128, "dropout_padding", "gqa"),
     (128, "bias", "self"), (128, "bias", "gqa"), (128, "transposed_bias", "gqa"), (128, "relative", "gqa"), (128, "ended", "self"),
     (128, "documents", "gqa"), (128, "dropout", "self"), (128, "dropout", "gqa"), (128, "t5_table", "gqa"), (128, "padding", "self"),
     (128, "bool_mask", "gqa"), (128, "shared_bias", "self"), (128, "temperature", "self"), (128, "mean_left_padding", "self"), (128, "alibi", "self"),
     (128, "additive_left_padding", "self"), (96, "bias", "self"), (96, "dropout_padding", "self"), (64, "bias", "self"),
-    (64, "causal", "self"), (64, "bool_mask", "self")])
+    (64, "causal", "self"), (64, "bool_mask", "self")]))
 def test_the_hopper_backward_does_not_spill(head, variant, kind):
     """The worst of all variants; captured tensors get no gradient, so that this schedule takes every one."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1024, heads=4)
@@ -89,23 +96,23 @@ def hopper_kernel(name, s, p, needs):
     return report, plan
 
 
-@pytest.mark.parametrize("head, variant, kind", [
+@pytest.mark.parametrize("head, variant, kind", thinned([
     (64, "bool_mask", "self"), (128, "bool_mask", "self"), (128, "causal", "self"), (128, "documents", "self"), (64, "padding", "self"), (128, "lengths", "self"),
     (128, "alibi", "self"), (64, "bias", "self"), (128, "column_bias", "self"), (128, "two_reads", "self"), (64, "t5_table", "self"), (64, "ended", "gqa"),
     (64, "relative", "self"), (64, "ended_causal", "gqa"), (128, "ended_causal", "self"), (64, "ended_dropout", "self"), (128, "additive_mask", "self"), (64, "shared_bias", "gqa"),
-    (256, "dropout_padding", "gqa")])
+    (256, "dropout_padding", "gqa")]))
 def test_hopper_forwards_of_lengths_that_no_tile_divides_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_forward", s, p, (False,) * (3 + len(s.aux)))
     assert report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
-@pytest.mark.parametrize("head, variant, kind", [
+@pytest.mark.parametrize("head, variant, kind", thinned([
     (128, "bool_mask", "self"), (128, "bool_mask", "gqa"), (128, "full", "self"), (128, "documents", "self"), (128, "t5_table", "self"),
     (128, "column_bias", "self"), (64, "causal", "self"), (64, "full", "self"), (64, "ended_dropout", "self"), (64, "ended_dropout", "gqa"),
     (64, "documents", "self"), (64, "dropout_padding", "self"), (64, "padded_bias", "gqa"), (64, "two_reads", "gqa"), (64, "global", "self"),
     (128, "padding", "gqa"), (128, "dropout_padding", "self"), (128, "dropout_padding", "gqa"), (128, "ended_dropout", "self"), (128, "padded_bias", "self"),
-    (128, "padded_bias", "gqa"), (128, "two_reads", "gqa")])
+    (128, "padded_bias", "gqa"), (128, "two_reads", "gqa")]))
 def test_hopper_backwards_of_lengths_that_no_tile_divides_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_backward_keys", s, p, (True,) * 3 + (False,) * len(s.aux))
@@ -131,11 +138,11 @@ def test_three_warpgroups_build(head, variant, kind):
     assert plan.schedule == "hopper" and report.shared <= plan.shared and report.spilled <= (0 if head in (32, 64) else 12) and not report.serialised, report
 
 
-@pytest.mark.parametrize("head, variant, kind", [
+@pytest.mark.parametrize("head, variant, kind", thinned([
     (128, "documents", "self"), (128, "documents", "gqa"), (128, "padding", "self"), (128, "lengths", "gqa"), (128, "bool_mask", "self"),
     (128, "dilated", "self"),
     (128, "additive_mask", "gqa"), (128, "dropout_padding", "self"), (96, "documents", "gqa"), (64, "documents", "self"), (128, "bool_mask", "gqa"),
-    (128, "ended_causal", "self"), (256, "dropout_padding", "self")])
+    (128, "ended_causal", "self"), (256, "dropout_padding", "self")]))
 def test_the_hopper_forward_does_not_spill(head, variant, kind):
     """Masks that read data or divide."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1024, heads=4)
@@ -146,8 +153,8 @@ def test_the_hopper_forward_does_not_spill(head, variant, kind):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
-@pytest.mark.parametrize("head, variant, kind, M", [(64, "causal", "gqa", 1024), (128, "padding", "self", 1000), (128, "full", "self", 1024), (112, "t5_table", "self", 1024),
-                                                   (64, "dropout_padding", "self", 57)])
+@pytest.mark.parametrize("head, variant, kind, M", thinned([(64, "causal", "gqa", 1024), (128, "padding", "self", 1000), (128, "full", "self", 1024), (112, "t5_table", "self", 1024),
+                                                   (64, "dropout_padding", "self", 57)]))
 def test_float32_where_tf32_is_allowed_builds(arch, head, variant, kind, M):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -167,9 +174,9 @@ def test_an_ordered_backward_builds(head, variant, kind):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("dtype, head, variant, kind, M", [
+@pytest.mark.parametrize("dtype, head, variant, kind, M", thinned([
     ("bfloat16", 128, "full", "gqa", 1), ("float16", 64, "prefix", "self", 5), ("bfloat16", 80, "padding", "gqa", 1), ("bfloat16", 256, "full", "self", 1),
-    ("bfloat16", 64, "dropout", "self", 512), ("float32", 64, "full", "self", 1), ("bfloat16", 128, "documents", "self", 64)])
+    ("bfloat16", 64, "dropout", "self", 512), ("float32", 64, "full", "self", 1), ("bfloat16", 128, "documents", "self", 64)]))
 def test_keys_in_parts_build_without_spilling(arch, dtype, head, variant, kind, M):
     s, p = spec(ALL[variant], kind), problem(kind, head, dtype, M=M, N=16384, batch=1)
     with overridden(schedule="triton", parts=0):
@@ -184,7 +191,7 @@ PORTABLE_ON_HOPPER = [("bfloat16", 64, "full", "self"), ("bfloat16", 128, "causa
                       ("bfloat16", 160, "softcap", "gqa"), ("bfloat16", 176, "dropout", "gqa"), ("bfloat16", 224, "causal", "gqa")]
 
 
-@pytest.mark.parametrize("dtype, head, variant, kind", PORTABLE_ON_HOPPER)
+@pytest.mark.parametrize("dtype, head, variant, kind", thinned(PORTABLE_ON_HOPPER))
 def test_the_portable_schedule_builds_for_hopper(dtype, head, variant, kind):
     with overridden(schedule="triton"):
         builds("sm_90", dtype, head, variant, kind)
@@ -214,7 +221,7 @@ UNEVEN = [
     ("sm_90", 40, "shared_bias", "self"), ("sm_90", 80, "shared_bias", "gqa"), ("sm_90", 40, "t5_table", "gqa"), ("sm_90", 64, "prefix", "self")]
 
 
-@pytest.mark.parametrize("arch, head, variant, kind", UNEVEN)
+@pytest.mark.parametrize("arch, head, variant, kind", thinned(UNEVEN))
 def test_the_portable_schedule_does_not_spill_at_lengths_that_no_tile_divides(arch, head, variant, kind):
     """The planned tiles of many of these would: they are compiled with more warps, or with half of the inner tile (`spilling`)."""
     with overridden(schedule="triton"):
@@ -233,7 +240,7 @@ BOOLS = {  # masks of bytes beside dropout: 64 rows of the mask, a vector, and b
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name, head, M", [("pair", 80, 57), ("shared", 80, 57), ("shared", 128, 1000), ("ends", 64, 37), ("ends", 128, 1024), ("documents", 80, 57)])
+@pytest.mark.parametrize("name, head, M", thinned([("pair", 80, 57), ("shared", 80, 57), ("shared", 128, 1000), ("ends", 64, 37), ("ends", 128, 1024), ("documents", 80, 57)]))
 def test_products_are_as_deep_as_their_operands(arch, name, head, M):
     """Checked by `compile_all`."""
     s = f"attention[b, h, i, j]\n{BOOLS[name]}\nempty zero\ndrop 0.1\nout = softmax_j(score) . v[{'h' if name == 'shared' else 'b, h'}, j]"
@@ -253,7 +260,7 @@ def test_operands_that_are_too_wide_are_found(monkeypatch):
         "attention_delta": False, "attention_backward_rows": False, "attention_backward_keys": True}
 
 
-@pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
+@pytest.mark.parametrize("name", thinned(name for name, text in FAMILIES.items() if text != "True"))
 def test_summaries_build_without_spilling(name):
     s, given = family(FAMILIES[name]), tensors(257, 300, 0)
     aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300]
