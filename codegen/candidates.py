@@ -9,10 +9,10 @@ from ..expr import cached_hash
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
-from .captured import ends, is_divided, is_overfull
+from .captured import ends, grouped, is_divided, is_overfull
 from .gpu import EXACT, GPU, units
 from .largest import largest
-from .limits import grouped, is_uneven, padded, shared_bytes, wider_bytes
+from .limits import is_uneven, padded, shared_bytes, wider_bytes
 from .reads import ROW
 from .registers import LIMIT, registers_per_thread, resident
 from .schedules import hopper, hopper_memory

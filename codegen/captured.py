@@ -173,6 +173,11 @@ def accumulate(spec: AttentionSpec, load: Load, dense: torch.Tensor, into: torch
         flat.index_put_((position,), values, accumulate=True)  # sorts, then adds in order
 
 
+def grouped(spec: AttentionSpec) -> bool:
+    """Do several queries' batch indices share keys and values?"""
+    return not set(spec.axes) <= spec.k | spec.v
+
+
 @functools.cache
 def is_overfull(spec: AttentionSpec) -> bool:
     """Do a table read at j - i, dropout and a derivative of the score that differs from element to element leave no registers for sums of dK and dV both?"""
@@ -184,4 +189,4 @@ def is_overfull(spec: AttentionSpec) -> bool:
 def is_divided(spec: AttentionSpec) -> bool:
     """Do dK and dV come from kernels of their own in the portable schedule? What positions in a table with ends, dropout's random bits and the queries that
     share keys are made of leave no registers for sums of both."""
-    return is_overfull(spec) or spec.dropout > 0 and any(map(ends, spec.score.loads)) and not set(spec.axes) <= spec.k | spec.v
+    return is_overfull(spec) or spec.dropout > 0 and any(map(ends, spec.score.loads)) and grouped(spec)

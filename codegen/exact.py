@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from ..spec import AttentionSpec, EmptyRow
 from .gpu import GPU
-from .limits import grouped, has_relative
+from .captured import grouped
+from .limits import has_relative
 from .reads import across
 
 ON_ORDINARY_UNITS = {

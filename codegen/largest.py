@@ -10,9 +10,9 @@ from ..expr import Var
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
 from . import exact
-from .captured import is_divided, is_overfull
+from .captured import grouped, is_divided, is_overfull
 from .gpu import EXACT, GPU, units
-from .limits import grouped, has_relative, is_heavy, padded
+from .limits import has_relative, is_heavy, padded
 from .parts import DENSE_IN_PIECES, chunks
 from .reads import ROW, across
 

@@ -6,7 +6,7 @@ import functools
 from ..expr import Call, Load, Var, walk
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
-from .captured import is_relative
+from .captured import grouped, is_relative
 from .gpu import GPU, units
 from .factors import peel
 from .parts import APART, chunks
@@ -20,11 +20,6 @@ WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def padded(size: int) -> int:
     """A head size as the sum of its pieces."""
     return sum(c.width for c in chunks(size))
-
-
-def grouped(spec: AttentionSpec) -> bool:
-    """Do several queries' batch indices share keys and values?"""
-    return not set(spec.axes) <= spec.k | spec.v
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,10 +6,10 @@ import functools
 from ..expr import QK, Var
 from ..region import Problem
 from ..spec import BLOCK, AttentionSpec
-from .captured import is_overfull
+from .captured import grouped, is_overfull
 from .derivative import partial as derivative
 from .gpu import GPU
-from .limits import grouped, has_steps, is_uneven, padded
+from .limits import has_steps, is_uneven, padded
 from .parts import chunks
 from .reads import ROW, across
 
