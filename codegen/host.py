@@ -10,10 +10,10 @@ from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
-from .schedules import hopper_around, hopper_backward, hopper_forward
+from .schedules import hopper, hopper_around, hopper_backward, hopper_forward
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
-from .schedules.hopper_dq import finish_kernel, turns_shape
+from .schedules.hopper_dq import finish_kernel, sum_shape, turns_shape
 from .schedules.hopper_keys import goes_together, is_split
 from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
 from .writer import Kernel, Writer, wrapped
@@ -129,7 +129,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         shape = _shape([*(extent(a) for a in spec.axes), "padded"])
         out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
         if site.one_pass:
-            rows = [*(extent(a) if a in spec.q else "1" for a in spec.axes), "M", str(site.D)]
+            rows = [*(extent(a) if a in spec.q else "1" for a in spec.axes), *sum_shape(site)]
             out.line(f"sum_q = torch.empty({_shape(rows)}, dtype=torch.float32, device=q.device)", "dQ; the next kernel sets it to 0")
             out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles of keys programs took beside their first; set to 0 too")
             if site.ordered:
@@ -208,7 +208,7 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     if "sum" in found:
         sum_stored(site, found["sum"], out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
-    found["rows"].call('(triton.cdiv(sum_q.numel(), ROWS["BLOCK"]),)', out)
+    found["rows"].call(f"(triton.cdiv(M, {hopper.ROWS}) * {count(site.axes_of('q'))},)", out)
     return [name if need else "None" for name, need in zip(("grad_q", grad_k, grad_v), site.needs)]
 
 

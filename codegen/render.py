@@ -130,8 +130,9 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     if backward is not None:
         out.line(f"DELTA = {{'BLOCK_M': {64 if site.Dv <= 128 else 32}, 'num_warps': 4}}")
         out.line(f"KEYS = {backward.options!r}", "dK and dV")
-        rows = "{'BLOCK': 1024, 'num_warps': 4}" if site.one_pass else repr(backward.rows.options)
-        out.line(f"ROWS = {rows}", "dQ")
+        out.line(f"ROWS = {({'num_warps': 4} if site.one_pass else backward.rows.options)!r}", "dQ")
+        if "**SUM" in body:
+            out.line("SUM = {'BLOCK': 1024, 'num_warps': 4}")
         if "DENSE" in body:
             out.line(f"DENSE = {backward.dense.options!r}", "gradients of N x N loads")
         if "**LINE" in body:

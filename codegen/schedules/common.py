@@ -62,10 +62,10 @@ def delta_kernel(site: Site) -> Kernel:
         out.line("tl.store(Taken, 0, mask=tl.program_id(0) == 0)")
         if site.D != site.Dv:
             head_index(site, out, "d")
-        out.assign("sum_tile", f"Sum + (tl.cast({flatten(site.axes_of('q'))}, tl.int64) * M + i0) * {site.D}", "where dQ will be added up")
-        for c, index, check in pieces(site, "Q"):
-            mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
-            out.line(f"tl.store(sum_tile + rows[:, None] * {site.D} + {index}[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32), mask={mask})")
+        width = sum(c.width for c in site.qk_chunks)
+        out.assign("sum_tile", f"Sum + ({padded_rows(flatten(site.axes_of('q')))} + i0) * {width}", "where dQ will be added up")
+        for c, index, _ in pieces(site, "Q"):
+            out.line(f"tl.store(sum_tile + rows[:, None] * {width} + {index}[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32))")
     out.line(f"tl.store(Delta + {padded_rows('z')} + i, delta)")
     out.line(f"tl.store(Lse2 + {padded_rows('z')} + i, lse * {LOG2E!r})")
     return kernel

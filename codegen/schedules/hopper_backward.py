@@ -19,7 +19,7 @@ from .common import Body, scaled
 from .ends import classify, ended
 from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserve, tile_view, tma_arguments
 from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
-from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, look, names, sum_dq, turns
+from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, frees_early, look, names, reserve_dq, sum_arguments, sum_dq, turns
 from .hopper_keys import by_hand, each_tile, is_apart, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import read_late, reserve_numbers, row_at, sees_ends_late, slot_of, worked_out
 from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
@@ -41,12 +41,12 @@ def keys_kernel(site: Site) -> Kernel:
     """dK, dV, and the tile's share of dQ, for a tile of BLOCK_N keys."""
     spec = site.spec
     mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
-    results = {"dK": "grad_k", "dV": "grad_v", "dQ": "sum_q"} | ends_arguments(site)
+    results = {"dK": "grad_k", "dV": "grad_v"} | ends_arguments(site)
     halves, keys = (2, HALF) if is_split(site) else (1, "BLOCK_N")
-    rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys, "dQ": "BLOCK_M"}
+    rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys}
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
-                             tma_arguments(site, results | {"Taken": "taken", "together": "together"} | worked_out(site), rows)
+                             sum_arguments(site) | tma_arguments(site, results | {"Taken": "taken", "together": "together"} | worked_out(site), rows)
                              | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
                              [name for name in worked_out(site) if name != "padded"])
     out = kernel.body
@@ -58,9 +58,7 @@ def keys_kernel(site: Site) -> Kernel:
     reserve(site, out, "do_ring", "dO", "STAGES", "BLOCK_M")
     reserve(site, out, "k_tile", "K", halves * key_tiles(site), keys)
     reserve(site, out, "v_tile", "V", halves * key_tiles(site), keys)
-    for c in site.qk_chunks:
-        tile = tiles_name("dQ", c)
-        out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [1, {block_shape(site, 'Q', 'BLOCK_M', c)}], {tile}.layout)")
+    reserve_dq(site, out)
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
     shape, copies = f"{keys}, BLOCK_M", "STAGES * 2" if is_split(site) else "1"
     layout = f"gl.NVMMASharedLayout.get_default_for([{shape}], {dtype})"
@@ -176,6 +174,8 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
             score_gradient(site, body, out)
             out.line(f"{ds_tile(site, place, 'BLOCK_N')}.store(ds)")
             out.line("fence_async_shared()")
+            if frees_early(site):
+                out.line("tma.store_wait(0)", "dQ of the step before has left its place")
             out.line("barrier()")
             store_ds(site, out, [("j0", place)])
             for c in site.qk_chunks:

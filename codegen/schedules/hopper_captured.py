@@ -200,7 +200,7 @@ def sum_kernel(site: Site) -> Kernel | None:
         return None
     name = buffer(site, stored)
     kernel = Kernel(f"attention_sum_{name[2:]}", f"The gradient of {stored}: the sum over ({', '.join(shared)}).",
-                    {"Stored": name, "Sum": f"sum_{name}", "elements": f"sum_{name}.numel()", "copies": count(shared)}, ("BLOCK",), "ROWS")
+                    {"Stored": name, "Sum": f"sum_{name}", "elements": f"sum_{name}.numel()", "copies": count(shared)}, ("BLOCK",), "SUM")
     out = kernel.body
     out.assign("n", "tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)")
     out.assign("total", "tl.zeros([BLOCK], tl.float32)")
@@ -215,5 +215,5 @@ def sum_stored(site: Site, kernel: Kernel, out: Writer) -> None:
     name = buffer(site, stored)
     shape = ", ".join([*(extent(a) for a in dims_of(site.spec, stored) if a not in ("i", "j")), "M", "N"])
     out.line(f"sum_{name} = torch.empty(({shape}), dtype={local(stored.name)}.dtype, device=q.device)")
-    kernel.call(f'(triton.cdiv(sum_{name}.numel(), ROWS["BLOCK"]),)', out)
+    kernel.call(f'(triton.cdiv(sum_{name}.numel(), SUM["BLOCK"]),)', out)
     out.line(f"{name} = sum_{name}")

@@ -14,13 +14,68 @@ from typing import Callable
 
 from ...expr import QK
 from ..gluon import Partition
-from ..parts import Site, count, flatten, tiles_name
+from ..parts import Chunk, Site, arguments, count, flatten, head_index, pieces, tiles_name
+from ..program import local
 from ..writer import Kernel, Writer
-from .common import scaled
-from .hopper import position, tile_view
+from .common import padded_rows, scaled
+from .hopper import ROWS, operand_axes, tile_view
 from .hopper_captured import left_out, store_ds, stored_load
-from .hopper_keys import HALF, row_at, slot_of
+from .hopper_keys import HALF, is_split, row_at, slot_of
 
+
+LINE = 32
+"""Floats of a line of the sum of dQ: 128 bytes."""
+
+
+# ------------------------------------------------------------------------------------------------------- order of the sum
+
+def columns(site: Site) -> int:
+    """Of the sum of dQ for each row: all pieces of a head."""
+    return sum(c.width for c in site.qk_chunks)
+
+
+def sum_shape(site: Site) -> list[str]:
+    """Of a batch index, on the host. Each piece of a tile of rows has its elements in the order of the registers that the product leaves them in, four of a thread
+    side by side: stored so, a warp fills whole lines of shared memory, by rows it would take twice the time."""
+    return [f"padded // {LINE} * {columns(site)}", str(LINE)]
+
+
+def _lines(c: Chunk) -> str:
+    """Shape of a piece of a tile there."""
+    return f"{ROWS * c.width // LINE}, {LINE}"
+
+
+def _by_registers(site: Site, c: Chunk) -> tuple[str, str]:
+    """Before and after: (warp, half, row, warpgroup, eight columns, thread, pair) to (warpgroup, eight columns, warp, row, thread, half, pair)."""
+    groups = 1 if is_split(site) else 2
+    eights = c.width // (8 * groups)
+    return f"4, 2, 8, {groups}, {eights}, 4, 2", f"{groups}, {eights}, 4, 8, 4, 2, 2"
+
+
+def _position(site: Site, c: Chunk) -> str:
+    """Coordinates of a piece of a tile, for TMA."""
+    whole, rest = divmod(columns(site), LINE)
+    line = f"(i0 >> {LINE.bit_length() - 1}) * {columns(site)}" if rest else f"i0 * {whole}"
+    return "[" + ", ".join([*(local(a) for a in operand_axes(site, "Q")), f"{line}{_plus(ROWS * c.start // LINE)}", "0"]) + "]"
+
+
+def _plus(number: int) -> str:
+    return f" + {number}" if number else ""
+
+
+def sum_arguments(site: Site) -> dict[str, str]:
+    """Kernel arguments that describe tiles of the sum."""
+    axes = [n for n, a in enumerate(site.spec.axes) if a in operand_axes(site, "Q")]
+    return {tiles_name("dQ", c): f"tma_tiles(sum_q, {axes}, {_lines(c)})" for c in site.qk_chunks}
+
+
+def reserve_dq(site: Site, out: Writer) -> None:
+    for c in site.qk_chunks:
+        ones = "1, " * (1 + len(operand_axes(site, "Q")))
+        out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [{ones}{_lines(c)}], {tiles_name('dQ', c)}.layout)")
+
+
+# --------------------------------------------------------------------------------------------------------------- turns
 
 def turns_shape(site: Site) -> str:
     """How many tiles of rows there are, on the host."""
@@ -68,21 +123,28 @@ def ds_tile(site: Site, index: str, keys: str | int) -> str:
     return f"ds_tile.index({index}).reshape([BLOCK_M, {keys}]).permute((1, 0))" if stored_load(site) else f"ds_tile.index({index})"
 
 
+def frees_early(site: Site) -> bool:
+    """Is the place of dQ known to be free by the barrier in front of its product?"""
+    return not (is_split(site) or site.ordered or stored_load(site))
+
+
 def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str) -> None:
     """coordinates: rewrites those of the tile."""
-    if site.ordered:
-        out.assign("added", ADDED, "dQ of the step before is in memory")
-    else:
-        out.line("tma.store_wait(0)", "dQ of the step before has left its place")
-    out.line("barrier()")
+    if not frees_early(site):
+        if site.ordered:
+            out.assign("added", ADDED, "dQ of the step before is in memory")
+        else:
+            out.line("tma.store_wait(0)", "dQ of the step before has left its place")
+        out.line("barrier()")
     pass_on(site, out, "is_first == 0")
     for c in site.qk_chunks:
-        out.line(f"{tile_view('dq_tile', c, '0', 'BLOCK_M')}.store(dq{c.suffix})")
+        ordered = out.assign(f"registers{c.suffix}", f"dq{c.suffix}.reshape([{_by_registers(site, c)[0]}]).permute((3, 4, 0, 2, 5, 1, 6))")
+        out.line(f"dq_tile{c.suffix}.index(0).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
     out.line("fence_async_shared()")
     await_turn(site, out)
     out.line("barrier()")
     for c in site.qk_chunks:
-        out.line(f"reduce_add({tiles_name('dQ', c)}, {coordinates(position(site, 'Q', 'i0', c))}, dq_tile{c.suffix}.index(0))")
+        out.line(f"reduce_add({tiles_name('dQ', c)}, {coordinates(_position(site, c))}, dq_tile{c.suffix}.index(0))")
     if site.ordered:
         out.assign("previous", "turn")
 
@@ -133,11 +195,20 @@ def sum_dq(site: Site, tiles) -> Partition:
 
 def finish_kernel(site: Site) -> Kernel:
     """dQ in q's dtype from its float32 sum."""
-    kernel = Kernel("attention_backward_rows", "dQ from its float32 sum.",
-                    {"Sum": "sum_q", "dQ": "grad_q", "elements": "sum_q.numel()"}, ("BLOCK",), "ROWS")
+    kernel = Kernel("attention_backward_rows", "dQ from its float32 sum, which lies in the order of registers.", arguments(site, {"Sum": "sum_q", "dQ": "grad_q"}), (), "ROWS")
     out = kernel.body
-    out.assign("n", "tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)")
+    out.assign("tiles", f"tl.cdiv(M, {ROWS})")
+    out.assign("y", "tl.program_id(0) // tiles")
+    out.assign("i0", f"tl.program_id(0) % tiles * {ROWS}")
+    out.assign("i", f"i0 + tl.arange(0, {ROWS})")
+    head_index(site, out, "d")
+    out.assign("sum_tile", f"Sum + ({padded_rows('y')} + i0) * {columns(site)}")
+    out.assign("dq_rows", f"dQ + (tl.cast(y, tl.int64) * M + i)[:, None] * {site.D}")
     factor = scaled(site, QK)[1] * left_out(site)
-    value = "tl.load(Sum + n, mask=n < elements, other=0.0)"
-    out.line(f"tl.store(dQ + n, ({value}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask=n < elements)")
+    for c, index, check in pieces(site, "Q"):
+        name = f"dq{c.suffix}"
+        out.assign(name, f"tl.load(sum_tile{_plus(ROWS * c.start)} + tl.arange(0, {ROWS * c.width}))")
+        out.assign(name, f"tl.permute(tl.reshape({name}, [{_by_registers(site, c)[1]}]), (2, 5, 3, 0, 1, 4, 6)).reshape({ROWS}, {c.width})")
+        mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
+        out.line(f"tl.store(dq_rows + {index}[None, :], ({name}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask={mask})")
     return kernel

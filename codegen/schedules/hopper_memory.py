@@ -48,9 +48,9 @@ def _pieces(size: int) -> tuple[int, ...]:
     return tuple(c.width for c in chunks(size))
 
 
-def _tiles(copies: int, rows: int, widths: Sequence[int], element: int = 2) -> list[tuple[int, int]]:
+def _tiles(copies: int, rows: int, widths: Sequence[int]) -> list[tuple[int, int]]:
     """Buffers of `copies` tiles, one for each piece of a head; TMA's swizzle wants eight rows aligned."""
-    return [(copies * rows * w * element, min(1024, 8 * w * element)) for w in widths]
+    return [(copies * rows * w * 2, min(1024, 16 * w)) for w in widths]
 
 
 def _captured_tiles(spec: AttentionSpec, m: int, n: int, stages: int, tiled: Sequence[str]) -> list[tuple[int, int]]:
@@ -98,7 +98,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     split = _is_split(problem)
     keys = 2 if split else 1  # tiles of them
-    found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + _tiles(1, m, q, 4)
+    found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * w * 4, 1024) for w in q]
     found += [((stages if split else 1) * 2 * m * n, 1024)] + _captured_tiles(spec, m, n, stages, tiled)
     if not is_counted(spec):
         rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
