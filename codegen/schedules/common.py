@@ -7,6 +7,7 @@ from ...expr import QK, Const, Expr, Load
 from ...spec import EmptyRow
 from ..derivative import partial as derivative
 from ..factors import split_factor
+from ..limits import padded
 from ..parts import LOG2E, Site, arguments, decode, flatten, head_index, load_tile, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
@@ -62,7 +63,7 @@ def delta_kernel(site: Site) -> Kernel:
         out.line("tl.store(Taken, 0, mask=tl.program_id(0) == 0)")
         if site.D != site.Dv:
             head_index(site, out, "d")
-        width = sum(c.width for c in site.qk_chunks)
+        width = padded(site.D)
         out.assign("sum_tile", f"Sum + ({padded_rows(flatten(site.axes_of('q')))} + i0) * {width}", "where dQ will be added up")
         for c, index, _ in pieces(site, "Q"):
             out.line(f"tl.store(sum_tile + rows[:, None] * {width} + {index}[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32))")

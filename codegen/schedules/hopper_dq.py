@@ -14,6 +14,7 @@ from typing import Callable
 
 from ...expr import QK
 from ..gluon import Partition
+from ..limits import padded
 from ..parts import Chunk, Site, arguments, count, flatten, head_index, pieces, tiles_name
 from ..program import local
 from ..writer import Kernel, Writer
@@ -29,15 +30,10 @@ LINE = 32
 
 # ------------------------------------------------------------------------------------------------------- order of the sum
 
-def columns(site: Site) -> int:
-    """Of the sum of dQ for each row: all pieces of a head."""
-    return sum(c.width for c in site.qk_chunks)
-
-
 def sum_shape(site: Site) -> list[str]:
     """Of a batch index, on the host. Each piece of a tile of rows has its elements in the order of the registers that the product leaves them in, four of a thread
     side by side: stored so, a warp fills whole lines of shared memory, by rows it would take twice the time."""
-    return [f"padded // {LINE} * {columns(site)}", str(LINE)]
+    return [f"padded // {LINE} * {padded(site.D)}", str(LINE)]
 
 
 def _lines(c: Chunk) -> str:
@@ -45,17 +41,28 @@ def _lines(c: Chunk) -> str:
     return f"{ROWS * c.width // LINE}, {LINE}"
 
 
-def _by_registers(site: Site, c: Chunk) -> tuple[str, str]:
-    """Before and after: (warp, half, row, warpgroup, eight columns, thread, pair) to (warpgroup, eight columns, warp, row, thread, half, pair)."""
+def _by_registers(site: Site, c: Chunk, tile: str) -> str:
+    """A tile by rows, (warp, half, row, warpgroup, eight columns, thread, pair), as (warpgroup, eight columns, warp, row, thread, half, pair)."""
+    groups, eights = _eights(site, c)
+    return f"{tile}.reshape([4, 2, 8, {groups}, {eights}, 4, 2]).permute((3, 4, 0, 2, 5, 1, 6))"
+
+
+def _by_rows(site: Site, c: Chunk, tile: str) -> str:
+    """And back, in Triton."""
+    groups, eights = _eights(site, c)
+    return f"tl.permute(tl.reshape({tile}, [{groups}, {eights}, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6)).reshape({ROWS}, {c.width})"
+
+
+def _eights(site: Site, c: Chunk) -> tuple[int, int]:
+    """Warpgroups that share the columns of a piece, and how often each has eight of them."""
     groups = 1 if is_split(site) else 2
-    eights = c.width // (8 * groups)
-    return f"4, 2, 8, {groups}, {eights}, 4, 2", f"{groups}, {eights}, 4, 8, 4, 2, 2"
+    return groups, c.width // (8 * groups)
 
 
 def _position(site: Site, c: Chunk) -> str:
     """Coordinates of a piece of a tile, for TMA."""
-    whole, rest = divmod(columns(site), LINE)
-    line = f"(i0 >> {LINE.bit_length() - 1}) * {columns(site)}" if rest else f"i0 * {whole}"
+    whole, rest = divmod(padded(site.D), LINE)
+    line = f"(i0 >> {LINE.bit_length() - 1}) * {padded(site.D)}" if rest else f"i0 * {whole}"
     return "[" + ", ".join([*(local(a) for a in operand_axes(site, "Q")), f"{line}{_plus(ROWS * c.start // LINE)}", "0"]) + "]"
 
 
@@ -138,7 +145,7 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str) -> 
         out.line("barrier()")
     pass_on(site, out, "is_first == 0")
     for c in site.qk_chunks:
-        ordered = out.assign(f"registers{c.suffix}", f"dq{c.suffix}.reshape([{_by_registers(site, c)[0]}]).permute((3, 4, 0, 2, 5, 1, 6))")
+        ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
         out.line(f"dq_tile{c.suffix}.index(0).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
     out.line("fence_async_shared()")
     await_turn(site, out)
@@ -202,13 +209,13 @@ def finish_kernel(site: Site) -> Kernel:
     out.assign("i0", f"tl.program_id(0) % tiles * {ROWS}")
     out.assign("i", f"i0 + tl.arange(0, {ROWS})")
     head_index(site, out, "d")
-    out.assign("sum_tile", f"Sum + ({padded_rows('y')} + i0) * {columns(site)}")
+    out.assign("sum_tile", f"Sum + ({padded_rows('y')} + i0) * {padded(site.D)}")
     out.assign("dq_rows", f"dQ + (tl.cast(y, tl.int64) * M + i)[:, None] * {site.D}")
     factor = scaled(site, QK)[1] * left_out(site)
     for c, index, check in pieces(site, "Q"):
         name = f"dq{c.suffix}"
         out.assign(name, f"tl.load(sum_tile{_plus(ROWS * c.start)} + tl.arange(0, {ROWS * c.width}))")
-        out.assign(name, f"tl.permute(tl.reshape({name}, [{_by_registers(site, c)[1]}]), (2, 5, 3, 0, 1, 4, 6)).reshape({ROWS}, {c.width})")
+        out.assign(name, _by_rows(site, c, name))
         mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
         out.line(f"tl.store(dq_rows + {index}[None, :], ({name}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask={mask})")
     return kernel
