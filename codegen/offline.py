@@ -32,7 +32,7 @@ class Report:
     spilled: int
     serialised: bool
     shallow: bool
-    instead: tuple[tuple[str, int], ...] = ()
+    instead: tuple[tuple[str, int | str], ...] = ()
 
 
 class _Driver:
@@ -61,7 +61,7 @@ class _Recorder:
         def run(*args, **options):
             built = {}
 
-            def spilled(more: dict[str, int]) -> int:
+            def spilled(more: dict[str, int | str]) -> int:
                 compiled = self.function.warmup(*fitted(self.function, args, more), grid=grid, **options | more)
                 found = Report(self.function.__name__, compiled.metadata.shared, *assembled(compiled, self.gpu), is_shallow(compiled.asm.get("ttgir", "")),
                                tuple(more.items()))
@@ -80,7 +80,8 @@ def assembled(kernel, gpu: GPU) -> tuple[int, int, bool]:
         source = os.path.join(directory, "kernel.ptx")
         with open(source, "w") as file:
             file.write(ptx)
-        log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", source, "-o", os.path.join(directory, "kernel.cubin")],
+        options = (kernel.metadata.ptx_options or "").split()
+        log = subprocess.run([get_ptxas(arch).path, "-v", *options, f"--gpu-name={target}", source, "-o", os.path.join(directory, "kernel.cubin")],
                              capture_output=True, text=True, check=True).stderr
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
     return int(re.search(r"Used (\d+) registers", log).group(1)), spilled, "wgmma.mma_async instructions are serialized" in log

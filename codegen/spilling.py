@@ -3,9 +3,11 @@
 No register model knows every score function, mask and length; where there is none, tiles are the largest that compiled without spilling for the specs of the
 tests. So the compiler is asked at the first launch what it spilled, and while it did a kernel is compiled again, with
 1. as many registers as a thread can have: the assembler gives fewer when it hopes for more programs at a time,
-2. twice the warps,
-3. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays; of sums beyond the ends of a table another kernel knows by the
+2. an assembler that is sparing with them,
+3. twice the warps,
+4. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays; of sums beyond the ends of a table another kernel knows by the
    inner tile what is left for it, and then that stays too.
+Where warps have parts of their own only the assembler can be asked: registers are dealt out, and tiles belong to the parts.
 """
 from __future__ import annotations
 
@@ -19,22 +21,30 @@ INNER = {"attention_forward": ("BLOCK_N", ("K", "V")), "attention_backward_rows"
 """Kernels with a loop -> the tile that they go through it by, and the operands of which TMA copies such tiles."""
 SUMS = "slots"
 """The argument of a kernel that sums beyond the ends of a table (`schedules/relative.py`)."""
+SPARING = "--register-usage-level=0"
+"""What ptxas takes to leave out optimizations that cost registers: mostly, to compute in a loop what it could keep from before it."""
 LEAST, WARPS, REGISTERS = 16, 8, 255
 """Elements that a matrix product takes at least; warps of a program at most, of which each thread can have so many registers."""
 
 
-def attempts(kernel, options: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    """Options to replace, the best first. None where warps have parts of their own, with registers dealt out."""
-    if "maxnreg" in options:
+def attempts(kernel, options: Mapping[str, Any]) -> Iterator[dict[str, int | str]]:
+    """Options to replace, the best first."""
+    from triton import knobs
+    sparing = {"ptx_options": " ".join([*filter(None, [knobs.nvidia.ptxas_options]), SPARING])}
+    if "maxnreg" in options:  # dealt out among warps with parts of their own
+        yield sparing
         return
     name, _ = INNER.get(kernel.__name__, ("", ())) if SUMS not in kernel.arg_names else ("", ())
     warps, inner = options.get("num_warps", 4), options.get(name, LEAST)
     for tile in [inner >> n for n in range(8) if inner >> n >= LEAST]:
         for count in (warps, warps * 2)[: 1 + (warps < WARPS)]:
-            yield {"maxnreg": REGISTERS} | ({name: tile} if tile < inner else {}) | ({"num_warps": count} if count > warps else {})
+            found = {"maxnreg": REGISTERS} | ({name: tile} if tile < inner else {}) | ({"num_warps": count} if count > warps else {})
+            yield found
+            if tile == inner:
+                yield found | sparing
 
 
-def fitted(kernel, args: Sequence, more: Mapping[str, int]) -> Sequence:
+def fitted(kernel, args: Sequence, more: Mapping[str, int | str]) -> Sequence:
     """A kernel's arguments, with tiles for TMA of as many rows as `more` says."""
     name, operands = INNER.get(kernel.__name__, ("", ()))
     if name not in more:
@@ -47,7 +57,7 @@ def fitted(kernel, args: Sequence, more: Mapping[str, int]) -> Sequence:
     return found
 
 
-def settled(spilled: Callable[[dict[str, int]], int], kernel, options: Mapping[str, Any]) -> dict[str, int]:
+def settled(spilled: Callable[[dict[str, int | str]], int], kernel, options: Mapping[str, Any]) -> dict[str, int | str]:
     """The first of them with which it does not spill, or spills least. spilled: bytes (or registers) with these instead."""
     best, least = {}, spilled({})
     for more in attempts(kernel, options):
@@ -59,6 +69,6 @@ def settled(spilled: Callable[[dict[str, int]], int], kernel, options: Mapping[s
     return best
 
 
-def settled_here(kernel, grid, args: Sequence, options: Mapping[str, Any]) -> dict[str, int]:
+def settled_here(kernel, grid, args: Sequence, options: Mapping[str, Any]) -> dict[str, int | str]:
     """`settled` by the card that the kernel runs on."""
     return settled(lambda more: compat.spilled(kernel.warmup(*fitted(kernel, args, more), grid=grid, **options | more)), kernel, options)

@@ -47,7 +47,8 @@ def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: 
     if QK not in spec.score.leaves:
         return "the score does not depend on q . k"
     if direction == "forward":
-        return None
+        wide = is_overfull(spec) and max(problem.D, problem.Dv) > WIDEST["backward"]
+        return "a table read at j - i, dropout and a function of each score leave a head this wide no registers" if wide else None
     if any(not {"i", "j"} <= load.variables for load in differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))):
         return "captured tensors that are not read at both row and key need gradients"
     if is_overfull(spec):
@@ -284,6 +285,8 @@ def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, determinis
     """Why the cost model cannot tell how fast this schedule is, so that the portable one runs, or None. deterministic: as `refusal`."""
     if direction == "backward" and deterministic and bounds(spec.visible, "i").lo == Const(0) and problem.N < 8192:  # 3.5 against 3.2 ms at 4096
         return "where every tile of keys begins at the first row, they wait for each other too long"
+    if direction == "forward" and is_overfull(spec) and any(map(ends, spec.score.loads)):  # 5.4 against 4.5 ms at head size 64
+        return "dropout beside positions in a table that ends, and a function of each score, was slower in it"
     if problem.M <= ROWS:
         return f"{problem.M} query rows leave its second warpgroup idle"
     if problem.D != problem.Dv and direction == "backward":  # forward at 192 and 128, N = 4096: 643 against 441 TFLOP/s

@@ -11,6 +11,7 @@ import functools
 
 from ...expr import QK
 from ..gluon import Partition, WarpSpecialized
+from ..limits import padded
 from ..parts import Chunk, Site, count, tiles_name
 from ..philox import kept_scale
 from ..program import Program
@@ -30,7 +31,7 @@ from .hopper_score import score_gradient, unknown_zero, weights
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS = {False: (240, 24), True: (232, 40)}
-"""Of a thread of both warpgroups, and of the warp that copies: where it reads no lists and vectors of a mask for them, and where it does."""
+"""Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, or heads up to 96 leave some."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies."""
 PIECED_REGISTERS = 200, 72, 40
@@ -84,7 +85,7 @@ def keys_kernel(site: Site) -> Kernel:
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
     else:
-        own, least = REGISTERS[reads]
+        own, least = REGISTERS[reads or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
         kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *([(load_keys(site), [], 1, least)] if is_apart(site) else [])])
     return kernel
 

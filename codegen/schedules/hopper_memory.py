@@ -189,7 +189,8 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     known = not alone and (not first or host and not outermost(spec, tiled, spec.axes))  # a batch index is decoded without the first extent
     sizes = NUMBER * (3 - alone + sum(e != 1 for e in extents[known:]) + host * (1 + 2 * first))  # M, N, number of tiles
     if listed:
-        sizes += NUMBER * (bool(spec.mask().axes) + bool(first or problem.N % BLOCK))  # lists of a batch index; their length in place of N
+        # lists of a batch index; their length, in place of N but where that groups batch indices or ends the last tile
+        sizes += NUMBER * (bool(spec.mask().axes) + bool(first and not host or problem.N % BLOCK))
     beside += _buffer(2) * (_told(spec, problem, listed) > 0)
     return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
 

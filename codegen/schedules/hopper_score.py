@@ -85,7 +85,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
     rest = "p" if late else body.times(wanted[0], "p", early and bool(partial) and not squared)
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
-        out.assign("bits", _bits(rows, warps))
+        out.assign("bits", _bits(site, rows, warps))
         if is_signed(site):
             out.assign("slope", f"signed_by_keep(p, bits, {threshold(spec.dropout)})", "its sign says what dropout keeps")
             out.assign("p", "tl.maximum(slope, 0.0)")
@@ -99,7 +99,7 @@ def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidde
     rest, program, dropped = scaled(site, QK)[0], body.program, site.spec.dropout
     halves = f".reshape([{rows}, 2, BLOCK_M // 2]).permute((0, 2, 1))"
     if dropped:
-        out.assign("bits", _bits(rows, warps))
+        out.assign("bits", _bits(site, rows, warps))
     out.assign("exponent", exponent)
     for tile in (name, "exponent", *(["bits"] if dropped else [])):
         out.assign(f"{tile}_0, {tile}_1", f"tl.split({tile}{halves})")
@@ -117,8 +117,10 @@ def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidde
         out.assign(tile, f"gl.convert_layout(tl.join({tile}_0, {tile}_1).permute((0, 2, 1)).reshape([{rows}, BLOCK_M]), scores)")
 
 
-def _bits(rows: str, warps: int) -> str:
-    return f"random_bits(seed, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores)"
+def _bits(site: Site, rows: str, warps: int) -> str:
+    """Where registers run out, of the seed and an unknown zero: a key for each round, known ahead of the loop, would take two."""
+    late = " + (told >> 31)" if fills_registers(site) or is_full(site) else ""
+    return f"random_bits(seed{late}, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores)"
 
 
 def degree(e: Expr, x: Expr) -> int:

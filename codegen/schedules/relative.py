@@ -91,10 +91,11 @@ def store_ends(site: Site, out: Writer, slot: str) -> None:
         out.assign("end_slot", f"{ends_buffer(site, load)} + (tl.cast(z, tl.int64) * {slots} + {slot}) * 2")
         for place in range(2):
             sums = _held(site, n, place)
-            if site.one_pass and is_split(site):  # all keys in every warp: what one of them reads for all holds a register throughout
-                at = f"far_{n}.index(PART * 2 + {place})"
-                out.line(f"{at}.store({sums})")
-                sums = f"{at}.load(gl.BlockedLayout([{HALF} // 32], [32], [4], [0]))"
+            if site.one_pass:  # all keys in every warp: what one of them reads for all holds a register throughout
+                at, keys, warps = (f"far_{n}.index(PART * 2 + {place})", HALF, 4) if is_split(site) else (f"far_{n}.index({place})", "BLOCK_N", 8)
+                if is_split(site):
+                    out.line(f"{at}.store({sums})")
+                sums = f"{at}.load(gl.BlockedLayout([{keys} // 32], [32], [{warps}], [0]))"
             total = f"tl.sum({sums}, 0)"
             out.line(f"tl.store(end_slot{' + 1' * place}, {total}{f' * {factor!r}' if factor != 1.0 else ''})")
 

@@ -119,23 +119,22 @@ def test_hopper_backwards_of_lengths_that_no_tile_divides_do_not_spill(head, var
     assert report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
-@pytest.mark.parametrize("head, variant, kind, spilled", [
-    (64, "ended", "self", 0), (64, "ended", "gqa", 0), (128, "ended", "gqa", 0), (64, "ended_dropout", "self", 8), (128, "ended_dropout", "gqa", 24)])
-def test_gradients_of_tables_that_end_hardly_spill(head, variant, kind, spilled):
-    """With dropout, the number of a thread in its warp; at head size 128 some of Philox's words too."""
+@pytest.mark.parametrize("head, variant, kind", [
+    (64, "ended", "self"), (64, "ended", "gqa"), (128, "ended", "gqa"), (64, "ended_dropout", "self"), (128, "ended_dropout", "self"), (128, "ended_dropout", "gqa")])
+def test_gradients_of_tables_that_end_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_backward_keys", s, p, None)
-    assert report.shared <= plan.shared and report.spilled <= spilled and not report.serialised, report
+    assert report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
 @pytest.mark.parametrize("head, variant, kind", [(64, "softcap", "self"), (64, "softcap", "gqa"), (40, "softcap", "self"), (64, "causal", "gqa"), (32, "window", "self"), (56, "band", "gqa")])
 def test_three_warpgroups_build(head, variant, kind):
-    """Lengths that are no multiple of a tile too; heads of several pieces spill a little."""
+    """Lengths that are no multiple of a tile too, and heads of several pieces."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     assert hopper.takes_three(s)
     with overridden(schedule="hopper", forward=(192, 128, 12, 2)):
         report, plan = next(found for found in compile_all(s, p, BY_ARCH["sm_90"], (False,) * 3) if found[0].kernel == "attention_forward")
-    assert plan.schedule == "hopper" and report.shared <= plan.shared and report.spilled <= (0 if head in (32, 64) else 12) and not report.serialised, report
+    assert plan.schedule == "hopper" and report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
 @pytest.mark.parametrize("head, variant, kind", thinned([

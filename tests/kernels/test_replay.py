@@ -15,6 +15,7 @@ from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.load import load
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.render import render
+from flashfx.codegen.spilling import SPARING
 from flashfx.codegen.selfcheck import captured_tensors
 from flashfx.region import Problem
 from flashfx.spec import AttentionSpec
@@ -128,12 +129,14 @@ class _Spilling:
 @pytest.mark.parametrize("name, given, enough, expected, asked", [
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {}, {}, 1),
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"maxnreg": 255}, {"maxnreg": 255}, 2),
-    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"num_warps": 8}, {"maxnreg": 255, "num_warps": 8}, 3),
-    ("attention_forward", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 16}, {"maxnreg": 255, "BLOCK_N": 16}, 4),
-    ("attention_forward", {"BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 8}, {"maxnreg": 255, "num_warps": 8}, 5),  # spills least
-    ("attention_forward slots", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 32}, {}, 2),  # another kernel goes by its tile
-    ("attention_backward_bias", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 32}, {}, 2),  # its grid goes by both tiles
-    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4, "maxnreg": 168}, {"num_warps": 8}, {}, 1)])  # warps have parts of their own
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"num_warps": 8}, {"maxnreg": 255, "num_warps": 8}, 4),
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"ptx_options": SPARING}, {"maxnreg": 255, "ptx_options": SPARING}, 3),
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 16}, {"maxnreg": 255, "BLOCK_N": 16}, 5),
+    ("attention_forward", {"BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 8}, {"maxnreg": 255, "num_warps": 8}, 7),  # spills least
+    ("attention_forward slots", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 32}, {}, 3),  # another kernel goes by its tile
+    ("attention_backward_bias", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 32}, {}, 3),  # its grid goes by both tiles
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4, "maxnreg": 168}, {"num_warps": 8}, {}, 2),  # warps have parts of their own
+    ("attention_forward", {"BLOCK_N": 64, "num_warps": 4, "maxnreg": 168}, {"ptx_options": SPARING}, {"ptx_options": SPARING}, 2)])
 def test_a_kernel_that_spills_is_compiled_again(monkeypatch, name, given, enough, expected, asked):
     monkeypatch.setattr(compat, "spilled", lambda compiled: compiled.spills)
     kernel = _Spilling(name, enough)
