@@ -17,7 +17,7 @@ from ..captured import ends
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..order import long_first
-from ..parts import chunks
+from ..parts import Site, chunks
 from ..ranges import bounds, never_empty
 from .hopper import compares
 from .hopper_captured import outermost, shares
@@ -189,10 +189,18 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     known = not alone and (not first or host and not outermost(spec, tiled, spec.axes))  # a batch index is decoded without the first extent
     sizes = NUMBER * (3 - alone + sum(e != 1 for e in extents[known:]) + host * (1 + 2 * first))  # M, N, number of tiles
     if listed:
-        # lists of a batch index; their length, in place of N but where that groups batch indices or ends the last tile
-        sizes += NUMBER * (bool(spec.mask().axes) + bool(first and not host or problem.N % BLOCK))
+        # lists of a batch index; their length, and N only where that is asked for
+        sizes += NUMBER * (bool(spec.mask().axes) + (first and not host or _asks_for_last_key(spec, problem, tiled)))
     beside += _buffer(2) * (_told(spec, problem, listed) > 0)
     return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
+
+
+def _asks_for_last_key(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) -> bool:
+    """Do partitions of a forward that takes tiles from lists name N: to hide keys beyond it, not to read there, or for a position?"""
+    site = Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, wide=problem.M <= problem.N, whole=problem.N % BLOCK == 0)
+    read = any("j" in load.variables and load.name not in tiled for load in spec.loads)
+    named = any(Var("N") in e.leaves for e in (spec.score, spec.visible, spec.empty_over))
+    return not site.whole and (read or not site.hides_beyond) or any(map(ends, spec.score.loads)) or named
 
 
 @functools.lru_cache(maxsize=4096)
