@@ -181,8 +181,7 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     maps = ADDRESS * 2 * (pieces + v_pieces)
     rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem.D, problem.Dv)) * out + 6 * _buffer(2)
-    # how many batch indices there are: those whose keys stay in the L2 cache go together
-    first = Var("i1") in bounds(spec.visible, "j").hi.leaves or shares(spec, tiled, spec.axes)
+    first = _goes_together(spec, tiled)  # how many batch indices there are
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
     host = by_host(spec, tiled, max(problem.D, problem.Dv))  # works out what is made of sizes, which is handed too, and always
     alone = uneven and not host  # the warp that copies works out the number of tiles
@@ -190,17 +189,24 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     sizes = NUMBER * (3 - alone + sum(e != 1 for e in extents[known:]) + host * (1 + 2 * first))  # M, N, number of tiles
     if listed:
         # lists of a batch index; their length, and N only where that is asked for
-        sizes += NUMBER * (bool(spec.mask().axes) + (first and not host or _asks_for_last_key(spec, problem, tiled)))
+        sizes += NUMBER * (bool(spec.mask().axes) + names_length(spec, problem, tiled))
     beside += _buffer(2) * (_told(spec, problem, listed) > 0)
     return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
 
 
-def _asks_for_last_key(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) -> bool:
-    """Do partitions of a forward that takes tiles from lists name N: to hide keys beyond it, not to read there, or for a position?"""
+def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) -> bool:
+    """Do partitions of a forward that takes tiles from lists name N: to tell which batch indices go together, to hide keys beyond it, not to read there, or
+    for a position?"""
     site = Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, wide=problem.M <= problem.N, whole=problem.N % BLOCK == 0)
     read = any("j" in load.variables and load.name not in tiled for load in spec.loads)
-    named = any(Var("N") in e.leaves for e in (spec.score, spec.visible, spec.empty_over))
-    return not site.whole and (read or not site.hides_beyond) or any(map(ends, spec.score.loads)) or named
+    named = any(map(ends, spec.score.loads)) or any(Var("N") in e.leaves for e in (spec.score, spec.visible, spec.empty_over))
+    grouped = _goes_together(spec, tiled) and not by_host(spec, tiled, max(problem.D, problem.Dv))
+    return grouped or not site.whole and (read or not site.hides_beyond) or named
+
+
+def _goes_together(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
+    """As `hopper_locate` has it: those whose keys stay in the L2 cache."""
+    return Var("i1") in bounds(spec.visible, "j").hi.leaves or shares(spec, tiled, spec.axes)
 
 
 @functools.lru_cache(maxsize=4096)

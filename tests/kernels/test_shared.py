@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,6 +15,7 @@ from flashfx.codegen.load import load
 from flashfx.codegen.plan import Plan, make_plan, overridden
 from flashfx.codegen.render import render
 from flashfx.codegen.schedules import hopper_captured
+from flashfx.codegen.schedules.hopper_memory import names_length
 from flashfx.codegen.timing import Operands
 from flashfx.compat import interpreting
 from flashfx.region import Problem
@@ -218,6 +220,19 @@ def test_what_partitions_are_handed(kind, extents, length, head, v_head, trained
         name = ROLES["forward" if direction == "forward" else "keys"]
         found = shared_memory(lambda: arguments.call(module, direction), module, gpu, {name})
         assert plan.schedule == "hopper" and found[name] == plan.shared, (direction, found, plan.shared)
+
+
+@pytest.mark.parametrize("variant", [name for name, found in ALL.items() if found.where])
+def test_the_number_of_keys_is_handed_where_it_is_named(variant):
+    """Of forwards that take tiles from lists."""
+    for kind, head, length in itertools.product(("self", "gqa"), (64, 80), (512, 504)):
+        found = Case("sm_90", variant, kind, head, length, has_relative(spec_of(ALL[variant], kind)), listed=True)
+        if not (tiles := found.offers("hopper", "forward")):
+            continue
+        plan = found.plan("forward", "hopper", {"forward": tiles[0]})
+        text = render(found.spec, plan, found.problem, (False,) * len(found.needs)).text
+        named = any(re.search(rf"def {name}\([^)]*\bN\b", text) for name in ("attend", "load_tiles"))
+        assert named == names_length(found.spec, found.problem, plan.tiled), (variant, kind, head, length)
 
 
 @pytest.mark.slow

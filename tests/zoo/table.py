@@ -262,6 +262,24 @@ _add("timeseries", [
                                     freq=torch.zeros(B, 1, dtype=torch.long))}),
 ], inputs=in_ts)
 
+_SMALL = {"vocab_size": VOCAB, "hidden_size": HID, "intermediate_size": FFN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+          "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_PER_LAYER = {"head_dim": HEAD_DIM, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "sliding_window": 8,
+              "layer_types": ["sliding_attention", "full_attention"]}
+
+_add("decoder", [
+    ("gemma4_text", None, {**_SMALL, **_PER_LAYER}, {"raw": True}),
+    ("gemma3n_text", None, {**_SMALL, **_PER_LAYER, "num_kv_shared_layers": 0, "laurel_rank": 8, "activation_sparsity_pattern": [0.0, 0.0]}, {"raw": True}),
+    # sinks in every layer, a compressed memory beside a window, and softmaxes over streams of the residual
+    ("deepseek_v4", None, {"vocab_size": VOCAB, "hidden_size": HID, "num_hidden_layers": 3, "num_attention_heads": HEADS, "head_dim": 32, "q_lora_rank": 32,
+                           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 8, "o_groups": 2,
+                           "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "max_position_embeddings": 64}, {"raw": True}),
+    "deepseek_v32",  # a mask of the keys that a second, smaller attention scores highest: its scores are a matrix of the model's own
+    ("falcon_h1", None, {**_SMALL, "mamba_d_ssm": HID, "mamba_n_heads": HEADS, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}, {"raw": True}),
+    ("dots1", None, {**_SMALL, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                     "first_k_dense_replace": 1}, {"raw": True}),
+])
+
 
 
 # Dynamo itself fails on these with *any* backend (transformers 5.17 / torch 2.13): name -> reason
