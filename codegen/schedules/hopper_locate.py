@@ -8,6 +8,7 @@ from ...spec import AttentionSpec
 from ..gluon import Partition
 from ..parts import Site, chunks, count, decode
 from ..program import Program, local
+from ..ranges import bounds
 from .forward import heavy_last
 from .hopper import is_crowded, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
@@ -27,9 +28,9 @@ def is_by_host(site: Site) -> bool:
     return by_host(site.spec, site.tiled, max(site.D, site.Dv))
 
 
-def _goes_together(site: Site) -> bool:
+def visits_together(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
     """Are batch indices whose keys and values fit the L2 cache visited together?"""
-    return heavy_last(site.by_rows.hi) or shares(site.spec, site.tiled, site.spec.axes)
+    return heavy_last(bounds(spec.visible, "j").hi) or shares(spec, tiled, spec.axes)
 
 
 def _key_bytes(site: Site) -> int:
@@ -42,7 +43,7 @@ def worked_out(site: Site) -> dict[str, str]:
         return {}
     tiles, all = "triton.cdiv(M, FORWARD['BLOCK_M'])", count(site.spec.axes)
     groups = f"min({all}, triton.cdiv({all} * triton.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
-    together = {"all": all, "group": f"triton.cdiv({all}, max(1, {groups}))"} if _goes_together(site) else {}
+    together = {"all": all, "group": f"triton.cdiv({all}, max(1, {groups}))"} if visits_together(site.spec, site.tiled) else {}
     return {"tiles": tiles, "work": f"{tiles} * {all}"} | together
 
 
@@ -53,7 +54,7 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
     out = function.body
     if not is_by_host(site):
         out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
-    if _goes_together(site):
+    if visits_together(site.spec, site.tiled):
         if not is_by_host(site):
             out.assign("all", count(axes))
             groups = f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"

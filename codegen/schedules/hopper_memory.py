@@ -21,7 +21,7 @@ from ..parts import Site, chunks
 from ..ranges import bounds, never_empty
 from .hopper import compares
 from .hopper_captured import outermost, shares
-from .hopper_locate import by_host
+from .hopper_locate import by_host, visits_together
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
@@ -181,7 +181,7 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     maps = ADDRESS * 2 * (pieces + v_pieces)
     rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem.D, problem.Dv)) * out + 6 * _buffer(2)
-    first = _goes_together(spec, tiled)  # how many batch indices there are
+    first = visits_together(spec, tiled)  # how many batch indices there are
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
     host = by_host(spec, tiled, max(problem.D, problem.Dv))  # works out what is made of sizes, which is handed too, and always
     alone = uneven and not host  # the warp that copies works out the number of tiles
@@ -200,13 +200,8 @@ def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) ->
     site = Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, wide=problem.M <= problem.N, whole=problem.N % BLOCK == 0)
     read = any("j" in load.variables and load.name not in tiled for load in spec.loads)
     named = any(map(ends, spec.score.loads)) or any(Var("N") in e.leaves for e in (spec.score, spec.visible, spec.empty_over))
-    grouped = _goes_together(spec, tiled) and not by_host(spec, tiled, max(problem.D, problem.Dv))
+    grouped = visits_together(spec, tiled) and not by_host(spec, tiled, max(problem.D, problem.Dv))
     return grouped or not site.whole and (read or not site.hides_beyond) or named
-
-
-def _goes_together(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
-    """As `hopper_locate` has it: those whose keys stay in the L2 cache."""
-    return Var("i1") in bounds(spec.visible, "j").hi.leaves or shares(spec, tiled, spec.axes)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -119,15 +119,16 @@ def test_hopper_backwards_of_lengths_that_no_tile_divides_do_not_spill(head, var
     assert report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
-@pytest.mark.parametrize("head, variant, kind", [
-    (64, "ended", "self"), (64, "ended", "gqa"), (128, "ended", "gqa"), (64, "ended_dropout", "self"), (128, "ended_dropout", "self"), (128, "ended_dropout", "gqa")])
+@pytest.mark.parametrize("head, variant, kind", thinned([
+    (64, "ended", "self"), (64, "ended", "gqa"), (128, "ended", "gqa"), (64, "ended_dropout", "self"), (128, "ended_dropout", "self"), (128, "ended_dropout", "gqa")]))
 def test_gradients_of_tables_that_end_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_backward_keys", s, p, None)
     assert report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
-@pytest.mark.parametrize("head, variant, kind", [(64, "softcap", "self"), (64, "softcap", "gqa"), (40, "softcap", "self"), (64, "causal", "gqa"), (32, "window", "self"), (56, "band", "gqa")])
+@pytest.mark.parametrize("head, variant, kind", thinned([
+    (64, "softcap", "self"), (64, "softcap", "gqa"), (40, "softcap", "self"), (64, "causal", "gqa"), (32, "window", "self"), (56, "band", "gqa")]))
 def test_three_warpgroups_build(head, variant, kind):
     """Lengths that are no multiple of a tile too, and heads of several pieces."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
@@ -202,9 +203,9 @@ def test_tensors_are_read_element_by_element_without_spilling(arch, variant, kin
     builds(arch, "bfloat16", 128, variant, kind, 1000)
 
 
-@pytest.mark.parametrize("head, variant, kind", [
+@pytest.mark.parametrize("head, variant, kind", thinned([
     (128, "bias", "self"), (128, "bool_mask", "self"), (64, "shared_bias", "gqa"), (128, "shared_bias", "gqa"), (256, "padding", "self"),
-    (256, "full", "gqa")])
+    (256, "full", "gqa")]))
 def test_the_portable_schedule_builds_for_hopper_at_lengths_that_no_tile_divides(head, variant, kind):
     """Tensors are read across element by element, and what waits for the last tile needs shared memory."""
     with overridden(schedule="triton"):
@@ -238,9 +239,11 @@ BOOLS = {  # masks of bytes beside dropout: 64 rows of the mask, a vector, and b
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name, head, M", thinned([("pair", 80, 57), ("shared", 80, 57), ("shared", 128, 1000), ("ends", 64, 37), ("ends", 128, 1024), ("documents", 80, 57)]))
-def test_products_are_as_deep_as_their_operands(arch, name, head, M):
+DEEP = [("pair", 80, 57), ("shared", 80, 57), ("shared", 128, 1000), ("ends", 64, 37), ("ends", 128, 1024), ("documents", 80, 57)]
+
+
+@pytest.mark.parametrize("name, head, M, arch", thinned((*point, arch) for point in DEEP for arch in ("sm_80", "sm_89", "sm_90", "sm_100")))
+def test_products_are_as_deep_as_their_operands(name, head, M, arch):
     """Checked by `compile_all`."""
     s = f"attention[b, h, i, j]\n{BOOLS[name]}\nempty zero\ndrop 0.1\nout = softmax_j(score) . v[{'h' if name == 'shared' else 'b, h'}, j]"
     with overridden(schedule="triton"):
