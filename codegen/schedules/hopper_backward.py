@@ -31,7 +31,8 @@ from .hopper_score import score_gradient, unknown_zero, weights
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS = {False: (240, 24), True: (232, 40)}
-"""Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, or heads up to 96 leave some."""
+"""Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, or heads up to 96
+without dropout leave some."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies."""
 PIECED_REGISTERS = 200, 72, 40
