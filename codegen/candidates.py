@@ -100,7 +100,7 @@ def generated(asked: Asked) -> list[Tiles]:
     head = max(padded(problem.D), padded(problem.Dv))
     if asked.schedule == "hopper":
         if kernel == "keys":  # its kernel is written for these
-            return [(64, 128, 12 if head <= 64 else 8, stages) for stages in (2, 1)]
+            return [(64, 128, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):

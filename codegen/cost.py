@@ -316,8 +316,7 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     if resident == 1:
         found[SOLO] = element
     found[PRESSURE] = element * (max(0.0, registers - (200 if portable else 170 if m <= 128 else 130)) / 55)
-    if stages < (3 if portable else 2):
-        found[SHALLOW] = each
+    found[SHALLOW] = each * max(0.0, 1 / stages - 1 / (MANY if portable else warps // 4))
     if inner < 64:
         found[NARROW] = each
     if by_keys and known.share > 1:

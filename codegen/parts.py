@@ -80,6 +80,7 @@ class Site:
     tiled: tuple[str, ...] = ()  # captured tensors of which the Hopper schedules read tiles by TMA
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
+    stages: int = 2              # of the Hopper backward schedule: tiles of rows in shared memory
     parts: str = ""              # into how many parts the host splits the keys of a tile of rows; "" if one program reads them all
 
     @cached_property

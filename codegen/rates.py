@@ -25,7 +25,7 @@ class Rate(NamedTuple):
     pressure  registers beyond those that leave the compiler room
     partial   elements of tiles that a mask cuts
     tile      seconds of waiting for each tile, shared by the programs on a multiprocessor
-    shallow   the same, where few stages hide the copies
+    shallow   seconds of a copy, of which a stage hides its share: on Hopper as many stages hide all as warpgroups read the same tiles, else three
     narrow    the same, where the inner tile has fewer than 64 rows
     nested    the same, in a loop over the queries that share keys
     turn      seconds from a program's last tile to the next one's first
@@ -75,11 +75,11 @@ from a tile's last byte to asking for another: what a program of the portable sc
 that read the same keys beside each other, as of grouped queries, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.887, pieces=0.00569, slim=0.351, element=0.844, broad=0.00441, function=0.495, step=0.228, random=1.16, load=0.288, pressure=9.47, partial=1.57, tile=1.91e-07, restart=2.62e-07, cold=0.813, launch=8.57e-06),  # 263 measurements
-    ('hopper', 'one_pass'): Rate(matrix=0.525, pieces=0.773, element=2.78, function=0.651, step=0.00307, random=1.51, load=1.28, pressure=4.95, shallow=5.12e-07, nested=1.1e-07, turn=1.72e-06, restart=4.28e-07, cold=1.04),  # 63 measurements
-    ('triton', 'forward'): Rate(matrix=1.43, scalar=2.63, split=1.94, pieces=0.354, slim=0.16, element=0.95, solo=0.383, function=0.555, step=0.107, random=1.64, load=0.586, pressure=0.283, partial=0.616, shallow=1.73e-07, narrow=1.35e-07, turn=2.41e-06, cold=0.594, launch=4.36e-06),  # 391 measurements
-    ('triton', 'keys'): Rate(matrix=1.24, scalar=4.31, older=2.57, split=1.61, pieces=0.307, slim=0.249, shared=0.447, element=0.779, wide=0.485, broad=0.0974, solo=1.19, function=1.43, random=4.84, load=3.24, tile=1.81e-07, shallow=3.77e-08, nested=3.15e-07, turn=2.63e-06, restart=8.42e-07, cold=1.18),  # 279 measurements
-    ('triton', 'rows'): Rate(matrix=0.965, scalar=2.58, older=2.59, split=2.76, pieces=0.301, element=0.524, wide=0.176, broad=0.174, solo=0.773, function=1.17, step=0.0684, random=2, load=1.05, partial=0.587, tile=1.63e-07, shallow=2.12e-07, narrow=1.2e-07, turn=2.42e-06, cold=1.25, launch=3.17e-07),  # 292 measurements
+    ('hopper', 'forward'): Rate(matrix=0.89, pieces=0.00211, slim=0.303, element=0.776, broad=0.0619, function=0.492, step=0.218, random=1.19, load=0.367, pressure=9.46, partial=1.65, tile=2.07e-07, shallow=5.83e-08, restart=2.37e-07, cold=0.864, launch=7.99e-06),  # 271 measurements
+    ('hopper', 'one_pass'): Rate(matrix=0.449, pieces=0.853, element=2.73, function=0.636, random=1.7, load=1.18, pressure=5.22, shallow=7.94e-07, nested=9.12e-08, turn=1.25e-06, restart=3.23e-07, cold=1.19),  # 80 measurements
+    ('triton', 'forward'): Rate(matrix=1.43, scalar=2.63, split=1.94, pieces=0.354, slim=0.159, element=0.95, solo=0.382, function=0.555, step=0.107, random=1.64, load=0.586, pressure=0.283, partial=0.618, shallow=1.04e-06, narrow=1.35e-07, turn=2.41e-06, cold=0.595, launch=4.37e-06),  # 392 measurements
+    ('triton', 'keys'): Rate(matrix=1.24, scalar=4.27, older=2.57, split=1.61, pieces=0.307, slim=0.249, shared=0.447, element=0.779, wide=0.485, broad=0.0974, solo=1.19, function=1.43, random=4.84, load=3.24, tile=1.81e-07, shallow=2.26e-07, nested=3.15e-07, turn=2.63e-06, restart=8.42e-07, cold=1.18),  # 279 measurements
+    ('triton', 'rows'): Rate(matrix=0.965, scalar=2.3, older=2.59, split=2.76, pieces=0.301, element=0.524, wide=0.176, broad=0.174, solo=0.773, function=1.17, step=0.0684, random=2, load=1.05, partial=0.587, tile=1.63e-07, shallow=1.27e-06, narrow=1.2e-07, turn=2.42e-06, cold=1.25, launch=3.17e-07),  # 292 measurements
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 20 measurements
 }
 """(schedule, kernel) -> Rate."""

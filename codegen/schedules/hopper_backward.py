@@ -21,8 +21,8 @@ from .ends import classify, ended
 from .hopper import barriers, block_shape, is_heavy, is_simple, position, reserve, tile_view, tma_arguments
 from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, frees_early, look, names, reserve_dq, sum_arguments, sum_dq, turns
-from .hopper_keys import by_hand, each_tile, is_apart, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
-from .hopper_keys import read_late, reserve_numbers, row_at, sees_ends_late, slot_of, worked_out
+from .hopper_keys import by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
+from .hopper_keys import read_late, reserve_numbers, row_at, sees_ends_late, slot_of_last, worked_out
 from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_keys, load_tiles, reserve_rows, rows_from_rings
@@ -72,7 +72,7 @@ def keys_kernel(site: Site) -> Kernel:
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
     reserve_numbers(site, out)
     barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
-    ring = {"q_full": 2, "q_empty": halves, "do_full": 1, "do_empty": halves}
+    ring = {"q_full": 2, "do_full": 1} | ({} if frees_late(site) else {"rows_empty": halves})
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
     function, returns = locate(site, mine)
@@ -184,14 +184,13 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
                 out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, place, 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
                                                  f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
             out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])", "dQ still runs")
-            out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
             for c in site.qk_chunks:
                 out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                                  f"dk{c.suffix}, is_async=True)")
             out.assign(names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dq', site.qk_chunks)}])", "dK still runs")
             add_dq(site, out, lambda text: read_late(site, text, WARPS))
             out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
-            out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+            out.line("mbarrier.arrive(rows_empty.index(slot), count=1)")
             if others:
                 flush_ends(site, out, "tile", "gl.zeros([BLOCK_N], gl.float32, keywise)")
         keys_at(site, out, WARPS)
@@ -291,8 +290,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
                 out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_tile", c, "own", HALF) + held)
                 out.assign(f"d{letter}{c.suffix}", f"gl.zeros([{HALF}, {c.width}], gl.float32, d{letter}_layout{c.suffix})")
         start_ends(site, out, f"gl.zeros([{HALF}], gl.float32, keywise)")
-        with out.block("for at in tl.range(before, end):"):
-            slot_of(out)
+        with each_step(site, out):
             for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
                 for c in found:
                     out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
@@ -311,16 +309,15 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
             out.line("fence_async_shared()")
             out.line("mbarrier.arrive(ds_full.index(slot), count=1)")
             out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])")
-            out.line("mbarrier.arrive(do_empty.index(slot), count=1)")
             out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
-            out.line("mbarrier.arrive(q_empty.index(slot), count=1)")
+            if not frees_late(site):
+                out.line("mbarrier.arrive(rows_empty.index(slot), count=1)")
             if others:
                 flush_ends(site, out, "tile * 2 + PART", f"gl.zeros([{HALF}], gl.float32, keywise)")
         keys_at(site, out, 4)
         if not others:
             store_ends(site, out, "tile * 2 + PART")
-        out.assign("at", "end - 1")
-        slot_of(out)
+        slot_of_last(site, out)
         out.line("mbarrier.wait(ds_empty.index(slot), phase)", "dQ has read the keys: their place takes the gradients")
         _keep(site, out, "own + (nth >> 31)", HALF)
         out.line("mbarrier.arrive(kv_done.index(kv), count=1)")

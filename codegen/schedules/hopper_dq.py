@@ -21,7 +21,7 @@ from ..writer import Kernel, Writer
 from .common import padded_rows, scaled
 from .hopper import ROWS, operand_axes, tile_view
 from .hopper_captured import left_out, store_ds, stored_load
-from .hopper_keys import HALF, is_split, row_at, slot_of
+from .hopper_keys import HALF, each_step, is_split, row_at
 
 
 LINE = 32
@@ -168,8 +168,7 @@ def turns(site: Site, out: Writer):
     """Of a warpgroup that adds to dQ: the loop over row tiles."""
     if site.ordered:
         out.assign("previous", "Turns")
-    with out.block("for at in tl.range(before, end):"):
-        slot_of(out)
+    with each_step(site, out):
         yield
 
 

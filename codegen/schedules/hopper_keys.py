@@ -23,16 +23,20 @@ MOST = 6
 """Loads by key that get a ring, 8 bytes an element at most; the warpgroups load the others themselves."""
 HALF = 64
 """Keys of each of two warpgroups where a third computes dQ."""
-
-
-PLACE = "(at.to(tl.uint32) % (2 * STAGES)).to(tl.int32)"
-"""Of a step among the numbers that are told of it: the warpgroup of dQ still reads one when the others have left the rows of the next step."""
+NEXT = "tl.where(step == 2 * STAGES - 1, 0, step + 1)"
+"""Where steps are counted over two turns around the rings and no more: remainders by three would take registers that loops lack."""
 
 
 def is_split(site: Site) -> bool:
     """Three warpgroups: two with half of the keys each, which drift apart so that one multiplies while the other takes exponentials, and one
     for dQ. Only heads up to 64 leave it the registers."""
     return max(site.D, site.Dv) <= 64
+
+
+def frees_late(site: Site) -> bool:
+    """Does a step's dS say that the warpgroup has done with the rows of the step before? With places to spare for rows, no warp then waits for the
+    others of its warpgroup to say so apart (5 to 10 % of the time); with two, the copies would come too late."""
+    return is_split(site) and site.stages > 2
 
 
 def is_tight(site: Site) -> bool:
@@ -172,8 +176,10 @@ def _rows_told(site: Site) -> list[str]:
 
 
 def _told_at(site: Site, name: str) -> str:
-    """Where one of them lies in shared memory, for the warp that tells it and for those that read it."""
-    array, place, names = ("keys_told", "kv", _keys_told(site)) if name in _keys_told(site) else ("rows_told", PLACE, _rows_told(site))
+    """Where one of them lies in shared memory, for the warp that tells it and for those that read it. Rows have twice as many places as rings: the
+    warpgroup of dQ still reads one when the others have left the rows of the next step."""
+    place = "step" if frees_late(site) else "(at.to(tl.uint32) % (2 * STAGES)).to(tl.int32)"
+    array, place, names = ("keys_told", "kv", _keys_told(site)) if name in _keys_told(site) else ("rows_told", place, _rows_told(site))
     return f"{array}.index({place} * {len(names)} + {names.index(name)})"
 
 
@@ -207,6 +213,8 @@ def each_tile(site: Site, out: Writer, warps: int, counts: bool = True, barrier:
     out.assign("nth", "0")
     if counted:
         out.assign("before", "0", "counts steps over all tiles of keys")
+    if counted:
+        _start_steps(site, out)
     arrived()
     with out.block("while tile >= 0:"):
         keys_at(site, out, warps)
@@ -272,6 +280,7 @@ def each_tile_ahead(site: Site, out: Writer, call: str, others):
     out.assign("number", "gl.atomic_add(Taken, 1)" if site.ordered else "tl.program_id(0)")
     out.assign("nth", "0")
     out.assign("before", "0", "counts steps over all tiles of keys")
+    _start_steps(site, out)
     with out.block("while number < work:"):
         out.line(call)
         partial = _rows(site, out)
@@ -302,17 +311,56 @@ def each_row(site: Site, out: Writer, others):
             out.assign("is_last", "(t + 1 == count).to(tl.int32)", "of the rows of this z")
         else:
             out.assign("t", "at - before")
-        slot_of(out)
+        slot_of(site, out)
         yield
+        _end_step(site, out)
         if others:
             out.assign("g", "g + is_last")
             out.assign("t", "tl.where(is_last != 0, 0, t + 1)")
 
 
-def slot_of(out: Writer) -> None:
+@contextmanager
+def each_step(site: Site, out: Writer):
+    """Of a warpgroup: the loop over the steps of a tile of keys."""
+    with out.block("for at in tl.range(before, end):"):
+        slot_of(site, out)
+        yield
+        _end_step(site, out)
+
+
+def slot_of(site: Site, out: Writer, step: str = "step") -> None:
     """Place of a step in the rings, and phase."""
-    out.assign("slot", "(at.to(tl.uint32) % STAGES).to(tl.int32)", "unsigned: the compiler would keep multiples of a signed count in registers")
-    out.assign("phase", "(at.to(tl.uint32) // STAGES & 1).to(tl.int32)")
+    if frees_late(site):
+        slot, phase = slot_and_phase(step)
+        out.assign("slot", slot)
+        out.assign("phase", phase)
+    else:
+        out.assign("slot", "(at.to(tl.uint32) % STAGES).to(tl.int32)", "unsigned: the compiler would keep multiples of a signed count in registers")
+        out.assign("phase", "(at.to(tl.uint32) // STAGES & 1).to(tl.int32)")
+
+
+def slot_of_last(site: Site, out: Writer) -> None:
+    """The same of a tile's last step, behind the loop."""
+    if frees_late(site):
+        out.assign("last", "tl.where(step == 0, 2 * STAGES - 1, step - 1)")
+    else:
+        out.assign("at", "end - 1")
+    slot_of(site, out, "last")
+
+
+def slot_and_phase(step: str) -> tuple[str, str]:
+    """Of a step that is counted so."""
+    return f"tl.where({step} >= STAGES, {step} - STAGES, {step})", f"tl.where({step} >= STAGES, 1, 0)"
+
+
+def _start_steps(site: Site, out: Writer) -> None:
+    if frees_late(site):
+        out.assign("step", "0", "of two turns around the rings")
+
+
+def _end_step(site: Site, out: Writer) -> None:
+    if frees_late(site):
+        out.assign("step", NEXT)
 
 
 def await_place(site: Site, out: Writer) -> None:

@@ -97,6 +97,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 8)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     split = _is_split(problem)
+    late = split and stages > 2  # `hopper_keys.frees_late`
     keys = 2 if split else 1  # tiles of them
     found = _tiles(stages, m, q) + _tiles(stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * w * 4, 1024) for w in q]
     found += [((stages if split else 1) * 2 * m * n, 1024)] + _captured_tiles(spec, m, n, stages, tiled)
@@ -108,11 +109,11 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
     found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
     apart = _is_apart(spec, problem, tiled, listed)
-    found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (6 if split else 4)
+    found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 3)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     told = keys * (4 + len(spec.axes) - len(others) + (not split and spec.dropout > 0)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
     found += [(NUMBER * number, 16) for number in told]
-    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, stored, listed), 8), (12 if split else 4, 8)])
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed), 8), (12 if split else 4, 8)])
 
 
 def _is_split(problem: Problem) -> bool:
@@ -229,13 +230,13 @@ def _reads_ends(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, stored: bool, listed: bool) -> int:
+def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, stored: bool, listed: bool) -> int:
     """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
-    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (9 if split else 6 + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
+    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 - late if split else 5 + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
     total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
     total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (averages(spec) + listed)
     ends = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))

@@ -13,7 +13,7 @@ from ..writer import Writer
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
-from .hopper_keys import HALF, await_place, each_row, each_tile, each_tile_ahead, is_apart, read_vectors, tell_keys, tell_row
+from .hopper_keys import HALF, NEXT, await_place, each_row, each_tile, each_tile_ahead, frees_late, is_apart, read_vectors, slot_and_phase, tell_keys, tell_row
 
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
@@ -103,7 +103,13 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
         out.assign("lse2", "tl.where(mean > 0.0, -tl.log2(mean), lse2)")
     program.enter(out, row_loads(site))
     found = {row_ring(site, load): program.value(load) + ".to(tl.int32)" * (load.kind == BOOL) for load in row_loads(site)}
-    out.line("mbarrier.wait(q_empty.index(slot), phase ^ 1)")
+    if frees_late(site):
+        out.assign("after", NEXT, "less STAGES: the step after the one whose rows leave their place")
+        for name, text in zip(("freeing", "freeing_phase"), slot_and_phase("after")):
+            out.assign(name, text)
+        out.line("mbarrier.wait(ds_full.index(freeing), freeing_phase ^ 1)")
+    else:
+        out.line("mbarrier.wait(rows_empty.index(slot), phase ^ 1)")
     wide = sum(c.width for c in site.qk_chunks)
     out.line(f"mbarrier.expect(q_full.index(slot), BLOCK_M * {wide * 2}{tile_bytes(site)})")
     read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot", expect=False)
@@ -112,5 +118,4 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
     for name, value in ({"lse2_ring": "lse2", "delta_ring": "delta"} | ({"mean_ring": "mean"} if site.averages else {}) | found).items():
         out.line(f"{name}.index(slot).store({value})")
     out.line("mbarrier.arrive(q_full.index(slot), count=1)")
-    out.line("mbarrier.wait(do_empty.index(slot), phase ^ 1)")
     read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")

@@ -168,10 +168,12 @@ BROKEN = {  # a line of the kernels at head size 64, how it is broken, and which
     r"mbarrier\.wait\(ds_empty\.index\(slot\), phase\)  # dQ has read the keys.*$": "pass",
     r"keys_told\.index\(kv \* 6 \+ 0\)\.store\(": "keys_told.index(kv).store(",
     r"ds_tile\.index\(slot \* 2 \+ PART\)\.store\(ds\)\n +fence_async_shared\(\)$": "ds_tile.index(slot * 2 + PART).store(ds)",
-    r"(.*)\(at\.to\(gl\.uint32\) % \(2 \* STAGES\)\)(.*)$": r"\2(at.to(gl.uint32) % STAGES)\3",
+    r"(.*)rows_told\.index\(step \* 1 \+ 0\)(.*)$": r"\2rows_told.index(slot * 1 + 0)\3",
+    r"mbarrier\.wait\(ds_full\.index\(freeing\), freeing_phase \^ 1\)$": "pass",
 }
 
 BROKEN_LONG = {  # at head size 128, where one place holds the keys and gradients leave by that of dQ
+    r"mbarrier\.wait\(rows_empty\.index\(slot\), phase \^ 1\)$": "pass",
     r"mbarrier\.arrive\(kv_empty\.index\(0\), count=1\)  # the keys and values have been read$": "pass",
     r"mbarrier\.wait\(kv_empty\.index\(kv\), \(nth & 1\) \^ 1\)$": "pass",
     r"tma\.store_wait\(0\)  # what was stored before has left its place$": "pass",
