@@ -142,21 +142,19 @@ def ranked(asked: Asked) -> tuple[Candidate, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def chosen(asked: Asked) -> tuple[Candidate, int]:
-    """(the first of `ranked`, how many fit): tiles that take longer than the best so far whatever else they need are not priced."""
-    best, fit = None, 0
-    for group in bounded(asked):
-        if group.spills:  # so do all
+def chosen(asked: Asked) -> tuple[Candidate, bool]:
+    """(the first of `ranked`, could there be others that fit?): tiles that take longer than the best so far whatever else they need are not looked at."""
+    best, fit, groups = None, 0, bounded(asked)
+    for group in groups:
+        if group.spills or best is not None and group.seconds > best.seconds:  # so do all that follow
             break
         for tiles in group.tiles:
             shared = _shared(asked, tiles)
-            if _exceeds(asked, tiles, shared):
-                continue
-            fit += 1
-            if best is None or group.seconds <= best.seconds:
+            if not _exceeds(asked, tiles, shared):
+                fit += 1
                 found = _priced(asked, tiles, shared, group.registers)
                 best = min(best or found, found, key=_order)
-    return (best, fit) if best else (ranked(asked)[0], 1)
+    return (best, len(groups) > 1 or fit > 1) if best else (ranked(asked)[0], False)
 
 
 def fits(asked: Asked) -> bool:

@@ -163,11 +163,11 @@ def _divided(plan: Plan) -> Plan:
     return plan
 
 
-def _reason(best: Candidate, fit: int, gpu: GPU, predictable: bool) -> str:
-    """best, fit: of `chosen`. Nothing in it depends on lengths: it stands in the generated file, and Triton compiles a kernel anew whose line moved."""
+def _reason(best: Candidate, compared: bool, gpu: GPU, predictable: bool) -> str:
+    """best, compared: of `chosen`. Nothing in it depends on lengths: it stands in the generated file, and Triton compiles a kernel anew whose line moved."""
     registers = f"about {min(best.registers, 255):.0f} of 255 registers" if predictable else "the largest tiles that compile without spilling"
     what = f"{best.shared / 1024:.0f} of {gpu.shared_per_block // 1024} KiB shared memory, {registers}"
-    return f"{what}, predicted fastest of {fit} that fit" if fit > 1 else what
+    return f"{what}, predicted fastest of those that fit" if compared else what
 
 
 def has_descriptors(spec: AttentionSpec, problem: Problem, gpu: GPU) -> bool:
@@ -291,8 +291,8 @@ class _Asked:
         if kernel in OVERRIDE:
             best, reason = Candidate(OVERRIDE[kernel], 0, 0.0), "tiles given by the caller"
         else:
-            best, fit = chosen(self.hopper_tiles)
-            reason = _reason(best, fit, gpu, True)
+            best, compared = chosen(self.hopper_tiles)
+            reason = _reason(best, compared, gpu, True)
         stored = hopper_captured.storable(spec, problem, self.tiled, all_needs(spec) if self.needs is None else self.needs) if backward else ""
         m, n, _, stages = best.tiles
         # of these lengths; the tiles are for a range of them
@@ -335,11 +335,11 @@ class _Asked:
                 best = replace(best, parts=predicted(asked, tiles, resident(gpu, tiles[2], shared, best.registers), best.registers)[1])
         else:
             _check_types(problem, gpu)
-            best, fit = chosen(asked)
+            best, compared = chosen(asked)
             if best.unfit:
                 raise PlanError(f"head sizes {problem.D} and {problem.Dv} in {problem.dtype}: even {best.tiles[0]}x{best.tiles[1]} tiles need "
                                 f"{best.shared} bytes of shared memory in the {kernel} kernel; {gpu.name} has {gpu.shared_per_block} bytes")
-            reason = _reason(best, fit, gpu, asked.units == "wgmma" and kernel != "dense")
+            reason = _reason(best, compared, gpu, asked.units == "wgmma" and kernel != "dense")
         parts = OVERRIDE.get("parts", best.parts) if kernel == "forward" else 1
         return _divided(Plan("triton", self.direction, kernel, *best.tiles, best.shared, gpu, matmul_precision(problem, gpu), asked.descriptors, reason,
                              best.registers, listed=asked.listed, parts=parts, packed=packed_axes(spec, problem) if asked.packed else ()))

@@ -125,13 +125,13 @@ def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: t
     """
     rows, found = -(-M // BLOCK_M), _sampled(visible, BLOCK_M, M, N, given)
     full = partial = decided = 0
-    for (lo, hi, full_lo, full_hi, sure_lo, sure_hi), times in found.items():
-        start, full_start, full_stop, stop = cut(lo, hi, full_lo, full_hi, BLOCK_N)
+    for ends, times in found.items():
+        start, full_start, full_stop, stop = cut(*ends[:4], BLOCK_N)
         known = times * -((full_start - full_stop) // BLOCK_N)
         full += known
         partial -= times * ((start - full_start) // BLOCK_N + (full_stop - stop) // BLOCK_N)
-        if visible.loads:
-            _, sure_start, sure_stop, _ = cut(lo, hi, sure_lo, sure_hi, BLOCK_N)
+        if len(ends) > 4:
+            _, sure_start, sure_stop, _ = cut(*ends[:2], *ends[4:], BLOCK_N)
             decided += max(0, times * -((sure_start - sure_stop) // BLOCK_N) - known)
     share, whole = rows / min(rows, SAMPLES), (1.0 - CUT) * min(partial, decided)
     return (full + whole) * share, (partial - whole) * share
@@ -139,7 +139,7 @@ def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: t
 
 @functools.lru_cache(maxsize=4096)
 def _sampled(visible: Expr, BLOCK_M: int, M: int, N: int, given: tuple[tuple[str, int], ...]) -> Counter[tuple[int, ...]]:
-    """(lo, hi, full_lo, full_hi, sure_lo, sure_hi) as `tile_bounds`, of the rows of tiles in a sample -> how many have them. Arguments as `estimate`."""
+    """`_ends` of the rows of tiles in a sample -> how many have them. Arguments as `estimate`."""
     rows = -(-M // BLOCK_M)
     count = min(rows, SAMPLES)
     first = [(2 * s + 1) * rows // (2 * count) * BLOCK_M for s in range(count)]
@@ -162,11 +162,15 @@ _FUNCTIONS = {name: row.evaluate for name, row in OPS.items() if row.evaluate is
 
 @functools.lru_cache(maxsize=1024)
 def _ends(visible: Expr):
-    """The six bounds as one Python function of the values of their names and of (i0, i1) of tiles: a list, one for each tile."""
-    found = sure = bounds(_optimistic(visible, {load.name for load in visible.loads}), "j")
+    """(lo, hi, full_lo, full_hi) as `tile_bounds`, and sure_lo and sure_hi where data decide, as one Python function of the values of their names and of
+    (i0, i1) of tiles: a list, one for each tile."""
+    if visible == TRUE:
+        return lambda tiles_, N, **_: [(0, N, 0, N)] * len(tiles_)
+    found = bounds(_optimistic(visible, {load.name for load in visible.loads}), "j")
+    ends = found.lo, found.hi, found.full_lo, found.full_hi
     if visible.loads:  # what positions alone say
         sure = bounds(functools.reduce(lambda a, b: call("and", a, b), (c for c in conjuncts(visible) if not c.loads), TRUE), "j")
-    ends = found.lo, found.hi, found.full_lo, found.full_hi, sure.full_lo, sure.full_hi
+        ends += sure.full_lo, sure.full_hi
     names = frozenset().union(*(e.variables for e in ends))
     whole = lambda e: f"{e}" if e.kind == INT else f"int({e})"
     text = f"({', '.join(map(whole, ends))})"

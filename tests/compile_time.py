@@ -133,7 +133,7 @@ def caches() -> dict:
 
 
 def plans() -> None:
-    """Milliseconds of a first choice, of this thread's CPU time and of the clock, the least of three (what other work on the machine and the collection
+    """Milliseconds of a first choice, of this thread's CPU time and of the clock, the least of five (what other work on the machine and the collection
     of garbage add is in none of them for certain). Nothing is remembered that depends on sizes ("known spec"), or on
     the spec either ("new spec", expressions parsed anew). What is worked out once in a process is not in it: compiling the cost model's formulas.
     Nor is whether a mask over indices pays for a run-time summary, which evaluates the mask: that is timed by itself."""
@@ -152,7 +152,7 @@ def plans() -> None:
     for what, forgotten in (("known spec", SIZED), ("new spec", SIZED | BY_SPEC)):
         cleared = [f for f, names in caches().items() if names & forgotten and f not in kept]
         least = [(float("inf"), float("inf"))] * len(points)
-        for _ in range(3):  # whole passes: what else the machine does lasts longer than one choice
+        for _ in range(5):  # whole passes: what else the machine does lasts longer than one choice
             for n, (gpu, s, problem, direction) in enumerate(points):
                 s = from_text(str(s)) if what == "new spec" else s
                 for f in cleared:
