@@ -17,7 +17,7 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import candidates, cost
 from .blocks import pays
-from .candidates import Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
+from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
 from .gpu import EXACT, GPU, units
 from .packing import packed_axes
 from .limits import has_relative, shared_bytes
@@ -298,7 +298,7 @@ class _Asked:
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(stored))
         ordered = backward and deterministic()  # whose turn it is lies in shared memory too
-        return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + 256 * ordered, gpu, matmul_precision(problem, gpu), True, reason,
+        return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,
                              best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=stored, ordered=ordered))
 
     # the portable schedule
