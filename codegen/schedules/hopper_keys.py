@@ -63,7 +63,7 @@ def is_told_before(site: Site) -> bool:
 
 def sees_ends_late(site: Site) -> bool:
     """Is it worked out last, and not with the scores, which keys lie beyond the ends of a table? That spares the step registers."""
-    return is_split(site) or is_told_before(site)
+    return is_split(site) or is_told_before(site) or len(site.qk_chunks) + len(site.v_chunks) > 2
 
 
 def key_tiles(site: Site) -> int:
