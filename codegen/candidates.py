@@ -211,8 +211,10 @@ def _shared(asked: Asked, tiles: Tiles) -> int:
 
 def _exceeds(asked: Asked, tiles: Tiles, shared: int) -> bool:
     """Is there too little shared memory?"""
-    # lengths that are no multiples of tiles: a number that partitions are handed; a loop for the last tile, whose buffers are aligned anew
-    spare = 64 + ORDERED * (asked.kernel == "keys") if asked.schedule == "hopper" else 1024 * (not asked.spec.is_masked) + wider_bytes(asked.kernel, tiles, asked.problem, asked.spec)
+    if asked.schedule == "hopper":  # where no tile divides the length, a number that partitions are handed
+        spare = 64 + ORDERED * (asked.kernel == "keys")
+    else:  # there, a loop for the last tile, whose buffers are aligned anew
+        spare = 1024 * (not asked.spec.is_masked) + wider_bytes(asked.kernel, tiles, asked.problem, asked.spec)
     return shared > asked.gpu.shared_per_block - spare
 
 

@@ -35,7 +35,7 @@ def is_split(site: Site) -> bool:
 
 def frees_late(site: Site) -> bool:
     """Does a step's dS say that the warpgroup has done with the rows of the step before? With places to spare for rows, no warp then waits for the
-    others of its warpgroup to say so apart (5 to 10 % of the time); with two, the copies would come too late."""
+    others of its warpgroup to say so apart (up to 10 % of the time); with two, the copies would come too late."""
     return is_split(site) and site.stages > 2
 
 
@@ -176,8 +176,7 @@ def _rows_told(site: Site) -> list[str]:
 
 
 def _told_at(site: Site, name: str) -> str:
-    """Where one of them lies in shared memory, for the warp that tells it and for those that read it. Rows have twice as many places as rings: the
-    warpgroup of dQ still reads one when the others have left the rows of the next step."""
+    """Where one of them lies in shared memory, for the warp that tells it and for those that read it."""
     place = "step" if frees_late(site) else "(at.to(tl.uint32) % (2 * STAGES)).to(tl.int32)"
     array, place, names = ("keys_told", "kv", _keys_told(site)) if name in _keys_told(site) else ("rows_told", place, _rows_told(site))
     return f"{array}.index({place} * {len(names)} + {names.index(name)})"
