@@ -196,6 +196,15 @@ def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     return round(sum(work.once + work.again for work in works))
 
 
+def counted(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
+    """Bytes of device memory that a profiler should count while the kernels of a plan run, each with an empty L2 cache."""
+    known, total = facts(spec, problem).packed(bool(plan.packed)), 0.0
+    for kernel, own in kernels(plan):
+        work = traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0])
+        total += device_bytes(own.schedule, kernel, work, known, own.gpu, own.resident, parts(known, own))[1]
+    return round(total)
+
+
 @functools.lru_cache(maxsize=4096)
 def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
     """The formulas' values."""

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flashfx
 from flashfx.bench import variants as known
+from flashfx.bench.counters import COUNTERS, count, rows
 from flashfx.bench.measure import Row, measure, operands
 from flashfx.bench.measure import roofline as known_roofline
 from flashfx.bench.table import lines, summary
@@ -153,23 +154,44 @@ def test_bad_arguments(arguments, says):
     assert done.exit_code == 2 and says in " ".join(done.output.replace("│", " ").split())
 
 
-def test_counters_are_read_from_what_ncu_prints():
-    from flashfx.bench.counters import COUNTERS, counted
-    line = lambda number, kernel, metric, value: f'"{number}","7","python","host","{kernel}","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0","","{metric}","byte","{value}"'
-    head = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
-    text = "==PROF== Connected\n" + "\n".join([head, line(0, "attention_forward", COUNTERS[0], "1,000"), line(0, "attention_forward", COUNTERS[1], "24"),
-                                              line(1, "attention_delta", COUNTERS[0], "5"), line(1, "attention_delta", "other", "9")])
-    assert counted(text) == [("attention_forward", 1024.0), ("attention_delta", 5.0)]
+def ncu(tmp_path, monkeypatch, launched, code: int = 0) -> None:
+    """Put a profiler on the PATH that prints, of each launch (kernel, bytes read, bytes written), what `ncu --csv` does."""
+    columns = ["ID", "Process ID", "Kernel Name", "Block Size", "Metric Name", "Metric Unit", "Metric Value"]
+    rows = [(str(n), "7", kernel, "(128, 1, 1)", metric, "byte", f"{size:,}") for n, (kernel, *sizes) in enumerate(launched)
+            for metric, size in [*zip(COUNTERS, sizes), ("other", 9)]]
+    (tmp_path / "printed").write_text("==PROF== Connected\n" + "\n".join(",".join(f'"{cell}"' for cell in row) for row in [columns, *rows]))
+    (tmp_path / "ncu").write_text(f"#!/bin/sh\ncat {tmp_path / 'printed'}\nexit {code}\n")
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
 
-def test_a_launch_that_was_not_counted_is_an_error():
-    from flashfx.bench.counters import KERNELS, rows
-    from flashfx.codegen.gpu import BY_NAME
-    launched = ["attention_forward", "end"] * len(KERNELS)
-    made = rows([*launched[:-6], *["attention_delta", "attention_backward_keys", "end"] * 3], [("attention_forward", 7.0)] * 7 + [("attention_delta", 1.0), ("attention_backward_keys", 2.0)] * 3, BY_NAME["H200"])
-    assert [row.counted for row in made] == [7.0] * 7 + [2.0] * 3
-    with pytest.raises(RuntimeError, match="counted 1 launches of 10"):
-        rows(launched, [("attention_forward", 7.0)], BY_NAME["H200"])
+def test_counters_are_read_from_what_ncu_prints(tmp_path, monkeypatch):
+    mark = ("at::cuda::detail::spin_kernel(long)", 3, 4)
+    ncu(tmp_path, monkeypatch, [("attention_forward", 1000, 24), mark, ("attention_delta", 5, 0), ("attention_backward_keys", 6, 1), mark])
+    assert count("bytes", "--watched") == [[("attention_forward", 1024.0)], [("attention_delta", 5.0), ("attention_backward_keys", 7.0)]]
+    ncu(tmp_path, monkeypatch, [("attention_forward", 1000, 24), mark, ("attention_delta", 5, 0)])
+    with pytest.raises(RuntimeError, match="behind the last mark"):
+        count("bytes", "--watched")
+    ncu(tmp_path, monkeypatch, [], code=1)
+    with pytest.raises(RuntimeError, match="ncu: .*Connected"):
+        count("bytes", "--watched")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="not on the PATH"):
+        count("bytes", "--watched")
+
+
+def test_a_kernel_that_was_not_counted_is_an_error():
+    forward, backward = [("attention_forward", 7.0)], [("attention_delta", 1.0), ("attention_backward_keys", 2.0)]
+    assert [row.counted for row in rows([forward] * 7 + [backward] * 3, BY_NAME["H200"])] == [7.0] * 7 + [2.0] * 3
+    with pytest.raises(RuntimeError, match="counted 1 kernels of 10"):
+        rows([forward], BY_NAME["H200"])
+
+
+def test_each_line_of_figure_2_has_what_was_counted_of_it():
+    from flashfx.bench.figure2 import measured, tables
+    _, cases = next(tables(BY_NAME["H200"], None, 1, 256))
+    lines = list(measured(cases, None, iter([[("gemm", 2e9), ("softmax", 1e9)]])))
+    assert [line.counted for line in lines] == [3.0, None] and [line.measured for line in lines] == [None, None]
 
 
 def test_figure_2_by_the_model_alone(tmp_path):
@@ -177,8 +199,8 @@ def test_figure_2_by_the_model_alone(tmp_path):
     from flashfx.commands import app
     done = CliRunner().invoke(app, ["bench", "figure2", str(tmp_path / "figure.svg"), "--batch", "16"])
     assert done.exit_code == 0, done.output
-    standard, tiled = (line.split() for line in done.output.splitlines() if line.startswith(("standard ", "tiled ")) and "," not in line)
-    assert float(tiled[1]) > float(standard[1]) and float(tiled[2]) < float(standard[2])  # more operations, fewer bytes
+    standard, tiled = ([float(x) for x in line.split()[1:] if x != "-"] for line in done.output.splitlines() if line.startswith(("standard ", "tiled ")) and "," not in line)
+    assert tiled[0] > standard[0] and tiled[1] < standard[1] and tiled[2] < standard[2]  # more operations, fewer bytes
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
 
 

@@ -178,8 +178,11 @@ def figure2(
     path: Annotated[str, typer.Argument(help="the picture (.png, .svg)")] = "figure2.png",
     batch: Annotated[int, typer.Option(help="batch of the left and middle parts")] = 64,
     length: Annotated[int, typer.Option(help="length of the left and middle parts; four times as long at the right")] = 1024,
+    watched: Annotated[bool, typer.Option("--watched", help="run each line once, for a profiler, and print nothing")] = False,
 ) -> None:
     """FlashAttention's Figure 2 on this card: standard against tiled, size of tiles, sparsity; by the model and, with a GPU, measured.
+
+    Where Nsight Compute (ncu) is installed, bytes of device memory are counted too.
 
     Examples:
 
@@ -188,23 +191,30 @@ def figure2(
     """
     from ..codegen.gpu import current
     from ..codegen.timing import Clock
-    from ..region import Problem
     from . import figure2 as figure
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock, gpu, title = Clock(where) if where.type == "cuda" else None, current(where), device_line(where)
-    print(f"{title}\n{figure.HEAD}")
-    made = lambda b, n: Problem((b, 16), n, n, 64, 64, "bfloat16", "bfloat16")
-    tables = {}
-    for name, part, p in (("standard and tiled, forward and backward", figure.left, made(batch, length)), ("size of tiles, forward", figure.middle, made(batch, length)),
-                          ("sparsity, forward and backward", figure.right, made(max(1, batch // 16), 4 * length))):
-        tables[f"{name}, N={p.N}"] = lines = part(gpu, clock, p)
-        print(f"{name}, N={p.N}, batch {p.extents[0]}, 16 heads, head size 64", *map(str, lines), sep="\n", flush=True)
-    figure.draw(tables, path, title)
+    from .counters import count
+    where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    gpu, groups = current(where or torch.device("cpu")), []
+    if watched:
+        figure.watched(gpu, where, batch, length)
+        return
+    print(f"{device_line(where or torch.device('cpu'))}\n{figure.HEAD}", flush=True)
+    try:
+        groups = count("figure2", "--watched", "--batch", str(batch), "--length", str(length)) if where else []
+    except RuntimeError as error:
+        print(f"bytes are not counted: {error}", file=sys.stderr)
+    clock, left, drawn = Clock(where) if where else None, iter(groups), {}
+    for name, cases in figure.tables(gpu, where, batch, length):
+        print(name)
+        for line in figure.measured(cases, clock, left):
+            print(line, flush=True)
+            drawn.setdefault(name, []).append(line)
+    figure.draw(drawn, path, device_line(where or torch.device("cpu")))
 
 
 @app.command("bytes")
 def counters(
-    run: Annotated[str, typer.Option(help="launch the kernels once, for a profiler, and write their order here")] = "",
+    watched: Annotated[bool, typer.Option("--watched", help="launch the kernels once, for a profiler, and print nothing")] = False,
     json_path: Annotated[str, typer.Option("--json", help="write what was counted here, as tests/data/h200_bytes.json")] = "",
 ) -> None:
     """Bytes of device memory of ten kernels: predicted, and as Nsight Compute (ncu) counts them.
@@ -215,15 +225,15 @@ def counters(
       python -m flashfx bench bytes --json bytes.json
     """
     from ..codegen.gpu import current
-    from .counters import as_json, measure, run_kernels, table
+    from .counters import as_json, count, rows, run_kernels, table
     if not torch.cuda.is_available():
         raise typer.BadParameter("the counters are those of a GPU, and there is none")
     where = torch.device("cuda", torch.cuda.current_device())
-    if run:
-        run_kernels(current(where), where, run)
+    if watched:
+        run_kernels(current(where), where)
         return
     try:
-        found, title = measure(current(where)), device_line(where)
+        found, title = rows(count("bytes", "--watched"), current(where)), device_line(where)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

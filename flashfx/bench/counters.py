@@ -1,4 +1,4 @@
-"""`python -m flashfx bench bytes`: the model's bytes of device memory beside Nsight Compute's DRAM counters."""
+"""Bytes of device memory as Nsight Compute's DRAM counters see them; `python -m flashfx bench bytes`: the model's beside them."""
 from __future__ import annotations
 
 import csv
@@ -7,10 +7,9 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 
@@ -21,7 +20,7 @@ from ..codegen.registers import registers_per_thread, resident
 from ..codegen.load import load
 from ..codegen.plan import Plan, make_plan
 from ..codegen.render import render
-from ..codegen.timing import Operands, launches
+from ..codegen.timing import Operands, launches, together
 from .sweep import shape, spec_of
 
 KERNELS = [("full", False, 64, 2048, "forward"), ("full", False, 128, 2048, "forward"), ("causal", False, 64, 8192, "forward"), ("causal", False, 128, 8192, "forward"),
@@ -33,6 +32,48 @@ COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 SOURCE = f"Nsight Compute, {' + '.join(COUNTERS)}, caches flushed before each kernel"
 WITHIN = 1.15
 """How far prediction and counters may differ, as a factor."""
+MARK = "spin_kernel"
+"""The kernel of `torch.cuda._sleep`: it ends what is counted together."""
+
+
+def watch(run: Callable[[], object]) -> None:
+    """Run it where a profiler counts (`count`), and mark its end. Its kernels were compiled and its operands made before."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run()
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def count(*arguments: str) -> list[list[tuple[str, float]]]:
+    """(kernel, bytes read and written) of all launches of each `watch` of `python -m flashfx bench` with these arguments.
+
+    Raises RuntimeError where there is no `ncu` or it may not read the counters.
+    """
+    if shutil.which("ncu") is None:
+        raise RuntimeError("ncu (Nsight Compute) is not on the PATH")
+    done = subprocess.run(["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(COUNTERS),
+                           sys.executable, "-m", "flashfx", "bench", *arguments], capture_output=True, text=True)
+    if done.returncode or '"ID"' not in done.stdout:
+        raise RuntimeError(f"ncu: {(done.stderr + done.stdout)[-500:]}")
+    groups: list[list[tuple[str, float]]] = [[]]
+    for name, size in counted(done.stdout):
+        groups.append([]) if MARK in name else groups[-1].append((name, size))
+    if groups.pop():
+        raise RuntimeError("ncu: launches were counted behind the last mark")
+    return groups
+
+
+def counted(text: str) -> list[tuple[str, float]]:
+    """(kernel, bytes read and written) of each launch, in order, from what `ncu --csv` printed."""
+    rows = list(csv.DictReader(io.StringIO(text[text.index('"ID"'):])))
+    found: dict[str, tuple[str, float]] = {}
+    for row in rows:
+        if row.get("Metric Name") in COUNTERS:
+            name, total = found.get(row["ID"], (row["Kernel Name"], 0.0))
+            found[row["ID"]] = name, total + float(row["Metric Value"].replace(",", ""))
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -72,52 +113,22 @@ def _plan(given: tuple, gpu: GPU, direction: str = "") -> Plan:
     return make_plan(spec, shape(length, head, grouped, "bfloat16"), gpu, direction or own, listed=False, needs=(True,) * 3 + (False,) * len(spec.aux))
 
 
-def run_kernels(gpu: GPU, device: torch.device, path: str) -> None:
-    """Launch each of KERNELS once, after those in front of it, and write which launches these are: for a profiler that watches this process."""
-    order = []
+def run_kernels(gpu: GPU, device: torch.device) -> None:
+    """Launch each of KERNELS, with those in front of it, for a profiler that watches this process."""
     for given in KERNELS:
         variant, grouped, head, length, direction = given
         spec, p = spec_of(variant, grouped), shape(length, head, grouped, "bfloat16")
         backward = _plan(given, gpu) if direction == "backward" else None
         needs = (bool(backward),) * 3 + (False,) * len(spec.aux)
         module = load(render(spec, _plan(given, gpu, "forward"), p, needs, backward).text)
-        order += [name for name, _ in launches(module, Operands(spec, p, device), direction)]
-        torch.cuda.synchronize(device)
-        order.append("end")
-    Path(path).write_text(json.dumps(order))
+        watch(together(launches(module, Operands(spec, p, device), direction)))
 
 
-def counted(text: str) -> list[tuple[str, float]]:
-    """(kernel, bytes read and written) of each launch, in order, from what `ncu --csv` printed."""
-    rows = list(csv.DictReader(io.StringIO(text[text.index('"ID"'):])))
-    found: dict[str, tuple[str, float]] = {}
-    for row in rows:
-        if row.get("Metric Name") in COUNTERS:
-            name, total = found.get(row["ID"], (row["Kernel Name"], 0.0))
-            found[row["ID"]] = name, total + float(row["Metric Value"].replace(",", ""))
-    return list(found.values())
-
-
-def measure(gpu: GPU) -> list[Row]:
-    """Each of KERNELS as counted. Raises RuntimeError where there is no `ncu` or it may not read the counters."""
-    if shutil.which("ncu") is None:
-        raise RuntimeError("ncu (Nsight Compute) is not on the PATH")
-    with tempfile.TemporaryDirectory() as folder:
-        order = Path(folder) / "order.json"
-        done = subprocess.run(["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^attention_",
-                               sys.executable, "-m", "flashfx", "bench", "bytes", "--run", str(order)], capture_output=True, text=True)
-        if done.returncode or '"ID"' not in done.stdout:
-            raise RuntimeError(f"ncu: {(done.stderr + done.stdout)[-500:]}")
-        return rows(json.loads(order.read_text()), counted(done.stdout), gpu)
-
-
-def rows(launched: Sequence[str], found: Sequence[tuple[str, float]], gpu: GPU) -> list[Row]:
-    """What was counted of each of KERNELS. launched: names of all launches and an "end" behind each of KERNELS; found: of `counted`."""
-    if len(found) != sum(name != "end" for name in launched):
-        raise RuntimeError(f"ncu counted {len(found)} launches of {sum(name != 'end' for name in launched)}")
-    seen, made, groups = iter(found), [], [[]]
-    for name in launched:
-        groups[-1].append(next(seen)) if name != "end" else groups.append([])
+def rows(groups: Sequence[Sequence[tuple[str, float]]], gpu: GPU) -> list[Row]:
+    """What was counted of each of KERNELS. groups: of `count`."""
+    if len(groups) != len(KERNELS):
+        raise RuntimeError(f"ncu counted {len(groups)} kernels of {len(KERNELS)}")
+    made = []
     for given, group in zip(KERNELS, groups):
         kernel, own = next((k, o) for k, o in cost.kernels(_plan(given, gpu)) if k in NAMES)
         made.append(Row(*given, own.schedule, kernel, own.tiles, sum(size for name, size in group if name.startswith(NAMES[kernel]))))

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Sequence
+from dataclasses import dataclass, replace
+from typing import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,103 +11,140 @@ from ..codegen import cost, launch, traffic
 from ..codegen.gpu import GPU
 from ..codegen.limits import shared_bytes
 from ..codegen.load import load
-from ..codegen.plan import make_plan, overridden
+from ..codegen.plan import Plan, make_plan, overridden
 from ..codegen.render import render
-from ..codegen.timing import Clock, Operands, each, launches
+from ..codegen.timing import Clock, Operands, launches, together
 from ..region import Problem
 from ..spec import AttentionSpec
+from .counters import watch
 from .sweep import spec_of
 
 HELD = (True, True, True)
 NOTHING = (False, False, False)
+HEADS, SIZE = 16, 64
+"""Heads, and the size of each."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table: what it is, GFLOP and GB of device memory by the model, predicted and measured milliseconds; None where there is no number."""
+    """One line of a table; None where there is no number.
+
+    gflop      operations of the matrix products
+    alone      GB of device memory with SRAM as the only cache, as the papers count them
+    moved      GB that the model expects a profiler to count
+    counted    GB that Nsight Compute counted
+    predicted  milliseconds by the model
+    measured   milliseconds on the device
+    """
 
     name: str
-    gflop: float | None
-    gb: float
-    predicted: float | None
-    measured: float | None
+    gflop: float
+    alone: float
+    moved: float
+    predicted: float
+    counted: float | None = None
+    measured: float | None = None
 
     def __str__(self) -> str:
         cell = lambda x, form: f"{x:{form}}" if x is not None else "-"
-        return f"{self.name:<28}{cell(self.gflop, '.1f'):>10}{self.gb:>10.3f}{cell(self.predicted, '.3f'):>14}{cell(self.measured, '.3f'):>14}"
+        return (f"{self.name:<28}{self.gflop:>10.1f}{self.alone:>16.3f}{self.moved:>12.3f}{cell(self.counted, '.3f'):>13}{self.predicted:>12.3f}"
+                f"{cell(self.measured, '.3f'):>14}")
 
 
-HEAD = f"{'':<28}{'GFLOP':>10}{'GB':>10}{'model, ms':>14}{'measured, ms':>14}"
+HEAD = f"{'':<28}{'GFLOP':>10}{'SRAM alone, GB':>16}{'model, GB':>12}{'counted, GB':>13}{'model, ms':>12}{'measured, ms':>14}"
+Case = tuple[Line, Callable[[], object] | None]
+"""A line as the model has it, and what runs it once on the device, if there is one."""
 
 
-def _both(spec: AttentionSpec, problem: Problem, gpu: GPU):
-    return [make_plan(spec, problem, gpu, direction) for direction in ("forward", "backward")]
-
-
-def _products(spec: AttentionSpec, problem: Problem, plans) -> float:
+def _line(name: str, spec: AttentionSpec, problem: Problem, plans: Sequence[Plan]) -> Line:
     known = cost.facts(spec, problem)
     tiles = lambda own: known.tiles(own.BLOCK_M, own.BLOCK_N)[0]
-    return sum(cost.traffic(k, known, own.BLOCK_M, own.BLOCK_N, tiles(own)).products for plan in plans for k, own in cost.kernels(plan))
+    products = sum(cost.traffic(k, known, own.BLOCK_M, own.BLOCK_N, tiles(own)).products for plan in plans for k, own in cost.kernels(plan))
+    total = lambda of: sum(of(spec, problem, plan) for plan in plans)
+    return Line(name, products / 1e9, total(cost.moved) / 1e9, total(cost.counted) / 1e9, total(cost.seconds) * 1e3)
 
 
-def _ours(spec: AttentionSpec, problem: Problem, clock: Clock | None) -> float | None:
-    """Milliseconds of forward and backward."""
-    if clock is None:
-        return None
-    o = Operands(spec, problem, clock.device)
+def _both(name: str, spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device | None) -> Case:
+    """Forward and backward, as the compiled graph calls them."""
+    line = _line(name, spec, problem, [make_plan(spec, problem, gpu, direction) for direction in ("forward", "backward")])
+    if device is None:
+        return line, None
+    o = Operands(spec, problem, device)
 
     def run():
         out, lse = launch.forward(spec, o.q, o.k, o.v, o.aux, o.seed, o.sizes)
         launch.backward(spec, o.grad, o.q, o.k, o.v, o.aux, o.seed, out, lse, o.sizes, HELD)
-    run()
-    return clock.median(run) / 1e3
+    return line, run
 
 
-def left(gpu: GPU, clock: Clock | None, problem: Problem) -> list[Line]:
+def _standard(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device | None) -> Case:
+    """Forward and backward with every product and the softmax a kernel of its own, as the paper's Algorithm 0."""
+    pairs = math.prod(problem.extents) * problem.M * problem.N
+    before = sum(traffic.predict(spec, problem, make_plan(spec, problem, gpu, direction), called=False).before for direction in ("forward", "backward"))
+    line = Line("standard", 12 * pairs * problem.D / 1e9, before / 1e9, before / 1e9, before / gpu.bandwidth * 1e3 / cost.BANDWIDTH)
+    if device is None:
+        return line, None
+    o = Operands(spec, problem, device)
+    q, k, v = (t.requires_grad_() for t in (o.q, o.k, o.v))
+    return line, lambda: torch.autograd.grad((q @ k.transpose(-1, -2) * 0.125).softmax(-1) @ v, (q, k, v), o.grad.reshape(q.shape))
+
+
+def left(problem: Problem, gpu: GPU, device: torch.device | None) -> Iterator[Case]:
     """Standard attention against the tiled kernels, forward and backward: the paper's 1024 keys, head size 64, 16 heads, batch 64."""
     spec = spec_of("full")
-    plans = _both(spec, problem, gpu)
-    moved = [traffic.predict(spec, problem, plan, called=False) for plan in plans]
-    pairs, measured = math.prod(problem.extents) * problem.M * problem.N, None
-    if clock is not None:
-        o = Operands(spec, problem, clock.device)
-        q, k, v = (t.requires_grad_() for t in (o.q, o.k, o.v))
-        eager = lambda: torch.autograd.grad((q @ k.transpose(-1, -2) * 0.125).softmax(-1) @ v, (q, k, v), o.grad.reshape(q.shape))
-        eager()
-        measured = clock.median(eager) / 1e3
-    before, after = (sum(getattr(m, name) for m in moved) / 1e9 for name in ("before", "after"))
-    return [Line("standard", 12 * pairs * problem.D / 1e9, before, before / gpu.bandwidth * 1e12 / cost.BANDWIDTH, measured),
-            Line("tiled", _products(spec, problem, plans) / 1e9, after, sum(cost.seconds(spec, problem, p) for p in plans) * 1e3, _ours(spec, problem, clock))]
+    yield _standard(spec, problem, gpu, device)
+    yield _both("tiled", spec, problem, gpu, device)
 
 
-def middle(gpu: GPU, clock: Clock | None, problem: Problem) -> list[Line]:
-    """Accesses of device memory and time of the forward kernel against the size of its tiles."""
-    spec, found = spec_of("full"), []
+def middle(problem: Problem, gpu: GPU, device: torch.device | None) -> Iterator[Case]:
+    """The portable forward kernel against the size of its tiles."""
+    spec = spec_of("full")
     for block in (16, 32, 64, 128):
         tiles = (block, block, 8 if block == 128 else 4, 2)
         if shared_bytes("forward", tiles, problem, spec, gpu) > gpu.shared_per_block:
             continue
         with overridden(schedule="triton", forward=tiles):
             plan = make_plan(spec, problem, gpu, "forward")
-        measured = None
-        if clock is not None:
-            runs = launches(load(render(spec, plan, problem, NOTHING).text), Operands(spec, problem, clock.device), "forward")
-            measured = sum(us for _, us in each(runs, clock)) / 1e3
-        found.append(Line(f"{block} x {block}", _products(spec, problem, [plan]) / 1e9, cost.moved(spec, problem, plan) / 1e9, cost.seconds(spec, problem, plan) * 1e3, measured))
-    return found
+        run = None
+        if device is not None:
+            run = together(launches(load(render(spec, plan, problem, NOTHING).text), Operands(spec, problem, device), "forward"))
+        yield _line(f"{block} x {block}", spec, problem, [plan]), run
 
 
-def right(gpu: GPU, clock: Clock | None, problem: Problem) -> list[Line]:
-    """Time of forward and backward against the share of the pairs that a block-diagonal mask leaves."""
-    found, chunk = [], problem.N
+def right(problem: Problem, gpu: GPU, device: torch.device | None) -> Iterator[Case]:
+    """Forward and backward against the share of the pairs that a block-diagonal mask leaves."""
+    chunk, full = problem.N, spec_of("full").line
     while chunk >= max(problem.N // 32, 16):
-        text = spec_of("full").line.replace("score = qk * 0.125", f"score = qk * 0.125; where i // {chunk} == j // {chunk}; empty nan") if chunk < problem.N else spec_of("full").line
-        spec = AttentionSpec.parse(text)
-        plans = _both(spec, problem, gpu)
-        found.append(Line(f"1/{problem.N // chunk} visible", _products(spec, problem, plans) / 1e9, sum(cost.moved(spec, problem, p) for p in plans) / 1e9,
-                          sum(cost.seconds(spec, problem, p) for p in plans) * 1e3, _ours(spec, problem, clock)))
+        hidden = f"score = qk * 0.125; where i // {chunk} == j // {chunk}; empty nan"
+        spec = AttentionSpec.parse(full.replace("score = qk * 0.125", hidden) if chunk < problem.N else full)
+        yield _both(f"1/{problem.N // chunk} visible", spec, problem, gpu, device)
         chunk //= 2
-    return found
+
+
+def tables(gpu: GPU, device: torch.device | None, batch: int, length: int) -> Iterator[tuple[str, Iterator[Case]]]:
+    """The three parts, what each is and its lines. The right one is four times as long."""
+    for name, part, b, n in (("standard and tiled, forward and backward", left, batch, length), ("size of tiles, forward", middle, batch, length),
+                             ("sparsity, forward and backward", right, max(1, batch // 16), 4 * length)):
+        yield f"{name}, N={n}, batch {b}, {HEADS} heads, head size {SIZE}", part(Problem((b, HEADS), n, n, SIZE, SIZE, "bfloat16", "bfloat16"), gpu, device)
+
+
+def watched(gpu: GPU, device: torch.device, batch: int, length: int) -> None:
+    """Run each line once, for a profiler that watches this process."""
+    for _, cases in tables(gpu, device, batch, length):
+        for _, run in cases:
+            run()
+            watch(run)
+
+
+def measured(cases: Iterator[Case], clock: Clock | None, groups: Iterator[Sequence[tuple[str, float]]]) -> Iterator[Line]:
+    """Each line with what the device took. groups: of `count`, one for each line as far as there are any."""
+    for line, run in cases:
+        if (group := next(groups, None)) is not None:
+            line = replace(line, counted=sum(size for _, size in group) / 1e9)
+        if clock is not None:
+            run()
+            line = replace(line, measured=clock.median(run) / 1e3)
+        yield line
 
 
 def draw(tables: dict[str, Sequence[Line]], path: str, title: str) -> None:
@@ -125,11 +162,15 @@ def draw(tables: dict[str, Sequence[Line]], path: str, title: str) -> None:
         axis.set_xticks(list(places), [line.name for line in lines], fontsize=7, rotation=20)
         axis.set_ylabel("ms")
         other = axis.twinx()
-        other.plot(list(places), [line.gb for line in lines], "k.--", label="model, GB")
+        for field, style in (("moved", "k.--"), ("counted", "rx-")):
+            values = [getattr(line, field) for line in lines]
+            if any(v is not None for v in values):
+                other.plot(list(places), values, style, label="model, GB" if field == "moved" else "counted, GB")
         other.set_ylabel("GB of device memory")
         other.set_ylim(bottom=0)
         axis.set_title(name, fontsize=9)
         axis.legend(fontsize=7, loc="upper left")
+        other.legend(fontsize=7, loc="upper right")
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
