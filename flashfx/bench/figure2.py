@@ -86,7 +86,7 @@ def _standard(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.dev
         return line, None
     o = Operands(spec, problem, device)
     q, k, v = (t.requires_grad_() for t in (o.q, o.k, o.v))
-    return line, lambda: torch.autograd.grad((q @ k.transpose(-1, -2) * 0.125).softmax(-1) @ v, (q, k, v), o.grad.reshape(q.shape))
+    return line, lambda: torch.autograd.grad((q * 0.125 @ k.transpose(-1, -2)).softmax(-1) @ v, (q, k, v), o.grad.reshape(q.shape))
 
 
 def left(problem: Problem, gpu: GPU, device: torch.device | None) -> Iterator[Case]:
@@ -152,26 +152,24 @@ def draw(tables: dict[str, Sequence[Line]], path: str, title: str) -> None:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 3.6), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(tables), figsize=(5 * len(tables), 4.2), squeeze=False)
     for axis, (name, lines) in zip(axes[0], tables.items()):
-        places = range(len(lines))
+        places, other = list(range(len(lines))), axis.twinx()
+        values = lambda field: [getattr(line, field) for line in lines]
         for field, offset in (("predicted", -0.2), ("measured", 0.2)):
-            values = [getattr(line, field) for line in lines]
-            if any(v is not None for v in values):
-                axis.bar([p + offset for p in places], [v or 0.0 for v in values], 0.4, label=f"{field}, ms")
-        axis.set_xticks(list(places), [line.name for line in lines], fontsize=7, rotation=20)
+            if None not in values(field):
+                axis.bar([p + offset for p in places], values(field), 0.4, label=f"{field}, ms")
+        for field, style, label in (("alone", "k.:", "SRAM alone, GB"), ("moved", "k.--", "model, GB"), ("counted", "rx", "counted, GB")):
+            if None not in values(field):
+                other.plot(places, values(field), style, label=label)
+        axis.set_xticks(places, [line.name for line in lines], fontsize=7, rotation=20)
         axis.set_ylabel("ms")
-        other = axis.twinx()
-        for field, style in (("moved", "k.--"), ("counted", "rx-")):
-            values = [getattr(line, field) for line in lines]
-            if any(v is not None for v in values):
-                other.plot(list(places), values, style, label="model, GB" if field == "moved" else "counted, GB")
         other.set_ylabel("GB of device memory")
         other.set_ylim(bottom=0)
-        axis.set_title(name, fontsize=9)
-        axis.legend(fontsize=7, loc="upper left")
-        other.legend(fontsize=7, loc="upper right")
+        axis.set_title(name.replace(", N=", "\nN="), fontsize=9)
+    marks, names = zip(*(found for a in (axis, other) for found in zip(*a.get_legend_handles_labels())))
+    figure.legend(marks, names, ncols=len(names), fontsize=8, loc="lower center")
     figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
