@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from dataclasses import dataclass, replace
-from typing import Sequence
+from typing import Iterator, Sequence
 
 import torch
 
@@ -241,26 +242,31 @@ class _Asked:
         """Why the portable schedule is taken where the Hopper one can run, or None. What is bound to be slower is not planned to the end."""
         slower, none = "the portable schedule is predicted faster", "no tile fits its registers and shared memory"
         forced = OVERRIDE.get("schedule") == "hopper"
-        least, most = (0.0, float("inf")) if forced else (self.least_hopper, MARGIN * self.least_portable)
-        if least > most and least > MARGIN * self.seconds(self.portable):
+        beaten = lambda seconds: not self.is_faster(seconds) and seconds > MARGIN * self.seconds(self.portable)
+        if not forced and beaten(self.least_hopper):
             return slower if fits(self.hopper_tiles) else none
         if self.hopper_kernel not in OVERRIDE and chosen(self.hopper_tiles)[0].unfit:
             return none
-        if forced or (seconds := self.seconds(self.hopper)) <= most or seconds <= MARGIN * self.seconds(self.portable):
-            return None
-        return slower
+        return slower if not forced and beaten(self.seconds(self.hopper)) else None
 
     def seconds(self, plan: Plan) -> float:
         """Predicted, of all its kernels."""
         return cost.seconds(self.spec, rounded(self.problem), plan, exact=False)
 
-    @functools.cached_property
-    def least_portable(self) -> float:
-        """Seconds below which no plan of the portable schedule is predicted."""
-        least = lambda kernel: bounded(self.tiles(kernel))[0].seconds
+    def is_faster(self, seconds: float) -> bool:
+        """Are so many seconds of the Hopper schedule below all that the portable one can have? Looks at as many of its kernels as that takes."""
+        return any(seconds <= MARGIN * total for total in itertools.accumulate(self.least_portable()))
+
+    def least_portable(self) -> Iterator[float]:
+        """Seconds below which kernels of the portable schedule are not predicted, one after the other."""
         if self.direction == "forward":
-            return least("forward")
-        return self.beside("triton", "delta") + least("rows") + least("keys") + (self.beside("triton", "dense", self.dense) if self.dense else 0.0)
+            yield bounded(self.tiles("forward"))[0].seconds
+            return
+        for kernel in ("keys", "rows"):
+            yield bounded(self.tiles(kernel))[0].seconds
+        yield self.beside("triton", "delta")
+        if self.dense:
+            yield self.beside("triton", "dense", self.dense)
 
     @functools.cached_property
     def least_hopper(self) -> float:
