@@ -196,7 +196,7 @@ def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     return round(sum(work.once + work.again for work in works))
 
 
-def counted(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
+def profiled(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes of device memory that a profiler should count while the kernels of a plan run, each with an empty L2 cache."""
     known, total = facts(spec, problem).packed(bool(plan.packed)), 0.0
     for kernel, own in kernels(plan):

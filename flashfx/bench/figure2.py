@@ -61,7 +61,7 @@ def _line(name: str, spec: AttentionSpec, problem: Problem, plans: Sequence[Plan
     tiles = lambda own: known.tiles(own.BLOCK_M, own.BLOCK_N)[0]
     products = sum(cost.traffic(k, known, own.BLOCK_M, own.BLOCK_N, tiles(own)).products for plan in plans for k, own in cost.kernels(plan))
     total = lambda of: sum(of(spec, problem, plan) for plan in plans)
-    return Line(name, products / 1e9, total(cost.moved) / 1e9, total(cost.counted) / 1e9, total(cost.seconds) * 1e3)
+    return Line(name, products / 1e9, total(cost.moved) / 1e9, total(cost.profiled) / 1e9, total(cost.seconds) * 1e3)
 
 
 def _both(name: str, spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device | None) -> Case:
