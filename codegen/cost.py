@@ -191,18 +191,20 @@ def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
 
 def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes that all kernels of a plan read and write with SRAM as the only cache, as the papers count them."""
-    known = facts(spec, problem).packed(bool(plan.packed))
-    works = [traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0]) for kernel, own in kernels(plan)]
-    return round(sum(work.once + work.again for work in works))
+    return round(sum(work.once + work.again for *_, work in _works(spec, problem, plan)))
 
 
 def profiled(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
     """Bytes of device memory that a profiler should count while the kernels of a plan run, each with an empty L2 cache."""
-    known, total = facts(spec, problem).packed(bool(plan.packed)), 0.0
-    for kernel, own in kernels(plan):
-        work = traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0])
-        total += device_bytes(own.schedule, kernel, work, known, own.gpu, own.resident, parts(known, own))[1]
-    return round(total)
+    known = facts(spec, problem).packed(bool(plan.packed))
+    return round(sum(device_bytes(own.schedule, kernel, work, known, own.gpu, own.resident, parts(known, own))[1]
+                     for kernel, own, work in _works(spec, problem, plan)))
+
+
+def _works(spec: AttentionSpec, problem: Problem, plan: Plan) -> list[tuple[str, Plan, Work]]:
+    """(kernel, its plan, its traffic) of all kernels of a plan, tiles counted."""
+    known = facts(spec, problem).packed(bool(plan.packed))
+    return [(kernel, own, traffic(kernel, known, own.BLOCK_M, own.BLOCK_N, _counted(spec, problem, own, kernel)[0])) for kernel, own in kernels(plan)]
 
 
 @functools.lru_cache(maxsize=4096)

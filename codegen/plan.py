@@ -242,7 +242,7 @@ class _Asked:
         """Why the portable schedule is taken where the Hopper one can run, or None. What is bound to be slower is not planned to the end."""
         slower, none = "the portable schedule is predicted faster", "no tile fits its registers and shared memory"
         forced = OVERRIDE.get("schedule") == "hopper"
-        beaten = lambda seconds: not self.is_faster(seconds) and seconds > MARGIN * self.seconds(self.portable)
+        beaten = lambda seconds: not self.surely_wins(seconds) and seconds > MARGIN * self.seconds(self.portable)
         if not forced and beaten(self.least_hopper):
             return slower if fits(self.hopper_tiles) else none
         if self.hopper_kernel not in OVERRIDE and chosen(self.hopper_tiles)[0].unfit:
@@ -253,8 +253,8 @@ class _Asked:
         """Predicted, of all its kernels."""
         return cost.seconds(self.spec, rounded(self.problem), plan, exact=False)
 
-    def is_faster(self, seconds: float) -> bool:
-        """Are so many seconds of the Hopper schedule below all that the portable one can have? Looks at as many of its kernels as that takes."""
+    def surely_wins(self, seconds: float) -> bool:
+        """Is a Hopper plan of so many seconds taken whatever tiles the portable schedule gets? Looks at as many of its kernels as that takes."""
         return any(seconds <= MARGIN * total for total in itertools.accumulate(self.least_portable()))
 
     def least_portable(self) -> Iterator[float]:

@@ -194,11 +194,13 @@ def figure2(
     from . import figure2 as figure
     from .counters import count
     where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    gpu, groups = current(where or torch.device("cpu")), []
+    place, groups = where or torch.device("cpu"), []
+    gpu = current(place)
     if watched:
         figure.watched(gpu, where, batch, length)
         return
-    print(f"{device_line(where or torch.device('cpu'))}\n{figure.HEAD}", flush=True)
+    title = device_line(place)
+    print(f"{title}\n{figure.HEAD}", flush=True)
     try:
         groups = count("figure2", "--watched", "--batch", str(batch), "--length", str(length)) if where else []
     except RuntimeError as error:
@@ -209,7 +211,7 @@ def figure2(
         for line in figure.measured(cases, clock, left):
             print(line, flush=True)
             drawn.setdefault(name, []).append(line)
-    figure.draw(drawn, path, device_line(where or torch.device("cpu")))
+    figure.draw(drawn, path, title)
 
 
 @app.command("bytes")
