@@ -20,12 +20,12 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
     row_scale slope first last work turns number following own q_slot next_number Taken lane all groups group size
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
-    delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full rows_empty after freeing freeing_phase key0 sum_tile Sum Taken blocks partial_tiles average words kept next_qk next_acc next_dp
+    delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full rows_empty after freeing freeing_phase key0 sum_tile Sum Taken blocks partial_tiles average words kept kept_half positive next_qk next_acc next_dp
     next_dv next_dk next_dq
     Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
     weight parts_of packed_row kv kv_empty next_count start_ring before group together tile taken lanes lane is_partial is_first is_last told nth
     end work padded keys_told rows_told locate_keys dk_tile dv_tile is_cut apart
-    lists list_length told_ring exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())
+    lists list_length told_ring threads threads_of own_max own_sum across raised grown rescaled rescale_text rescale_operands exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {

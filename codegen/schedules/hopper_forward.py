@@ -8,17 +8,16 @@ from __future__ import annotations
 from ...expr import Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Site, count, extent, local, matrix, pieces
-from ..philox import kept_scale, threshold
+from ..parts import Site, count, extent, local, matrix, pieces
+from ..philox import kept_scale
 from ..program import Program
 from ..writer import Kernel, Writer
-from .ends import ended, warpgroup_score
-from .forward import is_finite
+from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_locate import is_by_host, locate_rows, worked_out
-from .hopper_vectors import PLACES, SCALAR, by_hand, compared, cut, groups, hidden_by_data, keys_from_rings, last_of_tile, read_keys, read_rows
-from .hopper_vectors import reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, compares, is_crowded, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
+from .hopper_softmax import across_threads, lags, reads_seed_late, rescale, softmax, weight_unit, weights
+from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
+from .hopper import ROWS, barriers, block_shape, compares, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
 from .hopper import tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -39,11 +38,6 @@ def is_told(site: Site) -> bool:
     return is_uneven(site) and (site.listed or not compares(site.spec))
 
 
-def _reads_seed_late(site: Site) -> bool:
-    """Is dropout's seed read where it is used, tile by tile?"""
-    return is_crowded(site.spec, max(site.D, site.Dv))
-
-
 def told(site: Site, returns: list[str], name: str) -> str:
     """Where a number that `locate_rows` returns lies in shared memory."""
     return f"told_ring.index(q_slot * {len(returns)} + {returns.index(name)})"
@@ -60,7 +54,7 @@ def forward_kernel(site: Site) -> Kernel:
     out = kernel.body
     if not is_by_host(site) and not is_uneven(site):
         out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
-    if spec.dropout and not _reads_seed_late(site):
+    if spec.dropout and not reads_seed_late(site):
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_tile", "Q", warpgroups * site.q_tiles, ROWS)
     reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
@@ -168,6 +162,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
     for c in site.v_chunks:
         out.line(f"values{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
     out.line("rowwise: gl.constexpr = gl.SliceLayout(1, scores)")
+    if lags(site):
+        out.line(f"threads: gl.constexpr = threads_of({ROWS})")
     out.line("keywise: gl.constexpr = gl.SliceLayout(0, scores)")
     out.assign("cols", "gl.arange(0, BLOCK_N, keywise)")
     out.assign("zeros", f"gl.zeros([{ROWS}, BLOCK_N], gl.float32, scores)")
@@ -212,8 +208,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         if several:
             out.line("tma.store_wait(0)", "the output before this one has left the place of its query rows")
             out.line(f"mbarrier.arrive(q_empty.index({_q_slot(site, '(turn + 1)')}), count=1, pred=turn > 0)")
-        _softmax(site, program, out, partial, first=True)
-        _weights(site, out)
+        softmax(site, program, out, partial, first=True)
+        weights(site, out)
         for c in site.v_chunks:
             out.assign(f"acc{c.suffix}", f"gl.zeros([{ROWS}, {c.width}], gl.float32, values{c.suffix})")
         with out.block("for t in tl.range(1, count):"):
@@ -230,12 +226,11 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
             _enter(site, program, out, partial)
             out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
             _leave_keys(site, out)
-            _softmax(site, program, out, partial, first=False)
+            softmax(site, program, out, partial, first=False)
             _wait_values(site, out)
             out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
-            for c in site.v_chunks:
-                out.assign(f"acc{c.suffix}", f"acc{c.suffix} * gl.convert_layout(alpha, gl.SliceLayout(1, values{c.suffix}))[:, None]")
-            _weights(site, out)
+            rescale(site, out)
+            weights(site, out)
         out.assign("previous", "tile % STAGES")
         out.line("mbarrier.wait(v_full.index(previous), tile // STAGES & 1)")
         _issue_values(site, out, "previous")
@@ -302,68 +297,10 @@ def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
             program.value(load)
 
 
-def _softmax(site: Site, program: Program, out: Writer, partial: str, first: bool) -> None:
-    """From the products qk: score, mask, running maximum and sum; weights p before dropout."""
-    spec = site.spec
-    c2 = site.factor * LOG2E
-    beyond = bool(partial) and not site.hides_beyond
-    visible = spec.visible if spec.is_masked else None
-    raw = warpgroup_score(site, program, out, ("i0", ROWS), ("j0", "BLOCK_N"))
-    if raw != "raw":
-        out.assign("raw", raw)
-    if partial:
-        def hide_by(parts: list) -> None:
-            out.assign("raw", f'tl.where({" & ".join([*parts])}, raw, float("-inf"))')
-
-        def hide() -> None:
-            ends, (closed, others) = ["(j < N)[None, :]"] * beyond, groups(spec, "j")
-            if ends and others and partial == "True":  # both at once would take a register for each key
-                hide_by([*map(program.tile, [*closed, *others])])
-                with program.branch(), out.block("if j0 + BLOCK_N > N:"):
-                    return hide_by(ends)
-            if not closed or not others:
-                return hide_by([*ends, *([program.tile(visible)] if visible is not None else [])])
-            with program.branch(), out.block(f"if {cut(site, program, 'j', not beyond)}:"):
-                hide_by([*ends, *map(program.tile, closed)])
-            if not compared(spec):
-                return hide_by([*map(program.tile, others)])
-            low, whole = hidden_by_data(site, program)
-            for condition, parts in ([("is_cut > 1", whole)] if whole else []) + [("is_cut != 0", low)]:
-                with program.branch(), out.block(f"if {condition}:"):
-                    hide_by(parts)
-        if partial == "True" or first and site.listed:  # the list begins with partial tiles
-            hide()
-        else:
-            with program.branch(), out.block(f"if {partial}:"):
-                hide()
-    m_new = "tl.max(raw, 1)" if first else "tl.maximum(m, tl.max(raw, 1))"
-    out.assign("m_new", m_new)
-    if partial or not is_finite(site.raw):
-        out.assign("anchor", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "rows that have seen no key yet: keep exp2(-inf - 0) = 0")
-    else:
-        out.assign("anchor", "m_new")
-    out.assign("p", f"tl.exp2(raw * {c2!r} - (anchor * {c2!r})[:, None])")
-    if first:
-        out.assign("l", "tl.sum(p, 1)")
-    else:
-        out.assign("alpha", f"tl.exp2((m - anchor) * {c2!r})")
-        out.assign("l", "l * alpha + tl.sum(p, 1)")
-    out.assign("m", "m_new")
-
-
-def _weights(site: Site, out: Writer) -> None:
-    """p as the left operand of P V, in registers."""
-    if site.spec.dropout:
-        seed = "tl.load(Seed)" if _reads_seed_late(site) else "seed"
-        out.assign("bits", f"random_bits({seed}, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
-        out.assign("p", f"kept(p, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
-    for c in site.v_chunks:
-        out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({tiles_name('V', c)}.dtype), gl.DotOperandLayout(0, values{c.suffix}, 2))")
-
-
 def _finish(site: Site, out: Writer) -> None:
     spec = site.spec
-    scale = f"{kept_scale(spec.dropout)!r}"
+    across_threads(site, out)
+    scale = f"{kept_scale(spec.dropout) * weight_unit(site)!r}"
     if site.can_be_empty and spec.empty_row is not EmptyRow.NAN:
         out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
     else:

@@ -88,7 +88,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
         out.assign("bits", _bits(site, rows, warps))
         if is_signed(site):
             out.assign("slope", f"signed_by_keep(p, bits, {threshold(spec.dropout)})", "its sign says what dropout keeps")
-            out.assign("p", "tl.maximum(slope, 0.0)")
+            out.assign("p", f"positive(slope, {tiles_name('Q', site.qk_chunks[0])}.dtype)")
         else:
             out.assign("keep", f"kept_mask(bits, {threshold(spec.dropout)})")
             out.assign("p", "tl.where(keep, p, 0.0)")

@@ -161,10 +161,28 @@ def random_bits(seed, z, a0, b0, ROWS, COLUMNS, WARPS, TRANSPOSED, LAYOUT):
     return words.gather(-1, which[..., :1])[..., 0] >> 16 * (j & 1) & 2 ** HALF_BITS - 1
 
 
+def by_thread(tile):
+    """(rows, columns) -> what a thread has of a row along dims 1 and 3, the row's four threads along 2."""
+    return tile.reshape(tile.shape[0], -1, 4, 2)
+
+
+def across(own, tile):
+    return own[:, None, :, None].expand(by_thread(tile).shape).reshape(tile.shape)
+
+
+def raised(m, top, FACTOR, LAG):
+    top = top.amax(1, keepdim=True)
+    grown = top - m > LAG
+    return torch.where(grown, top, m), torch.where(grown, torch.exp2((m - top) * FACTOR), 1.0), grown
+
+
 OVERRIDES = dict(random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
-                 is_marked=lambda x: x.view(torch.int32) & 1 != 0)
+                 is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised,
+                 own_max=lambda tile: by_thread(tile).amax((1, 3)), own_sum=lambda tile: by_thread(tile).sum((1, 3)), across=across,
+                 rescaled=lambda acc, alpha, grown: acc * across(alpha, acc),
+                 kept_half=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p * 2.0 ** (-7 * (p.dtype == torch.bfloat16)), 0.0), positive=lambda x, DTYPE: x.clamp(min=0.0).to(DTYPE))
 
 
 def load(text: str):

@@ -55,6 +55,12 @@ def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[
     return scales
 
 
+def rising(operands, most: float):
+    """Operands whose later keys are longer, up to `most` times: a row's maximum grows tile by tile, now a little, now by many powers of two."""
+    q, k, *rest = operands
+    return q, k * torch.linspace(0.25, most, k.shape[-2], device=k.device)[:, None].to(k.dtype), *rest
+
+
 def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 0, operands=None, gradients: bool = True,
         listed: bool = False) -> Run:
     """Forward and every gradient; `listed`: with the mask's run-time summary, as the rewritten graph gives it. Rows that are NaN in the exact output are left out of the loss."""

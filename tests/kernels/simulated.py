@@ -17,7 +17,7 @@ from flashfx.codegen.selfcheck import inputs
 from . import gluon_dialect, gluon_simulator
 from .cases import CORE, IDS, KINDS, MORE, problem, spec
 from .gluon_simulator import Deadlock, Race
-from .run import run
+from .run import rising, run
 
 CARD = replace(BY_NAME["H200"], sms=3)
 """Few multiprocessors, so that each program takes several tiles."""
@@ -75,6 +75,12 @@ def test_rest_of_lists(variant, head):
 def test_rest_of_three_warpgroups(variant, kind, head):
     with overridden(forward=(192, 128, 12, 2), schedule="hopper"):
         check(variant, kind, "bfloat16", head, 300)
+
+
+@pytest.mark.parametrize("variant, head, most", [("full", 64, 24.0), ("causal", 128, 6.0), ("padding", 128, 24.0), ("window", 64, 6.0), ("softcap", 160, 24.0), ("dropout", 128, 6.0)])
+def test_rest_of_maxima_that_rise(variant, head, most):
+    s, p = spec(EVERY[variant], "self"), problem("self", head, "bfloat16", M=700, batch=1)
+    check(variant, "self", "bfloat16", head, 700, operands=rising(inputs(s, p), most))
 
 
 def test_rest_of_tiles_that_batches_share():

@@ -13,7 +13,7 @@ from flashfx.codegen.selfcheck import inputs
 from flashfx.spec import AttentionSpec
 
 from .cases import CORE, IDS, KINDS, MORE, Variant, problem, spec
-from .run import lse_gradient, run
+from .run import lse_gradient, rising, run
 from .test_families import FAMILIES, spec as family, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -170,6 +170,15 @@ def test_dropout_beside_a_mask_of_bytes(head, kind, tiles):
 def test_three_warpgroups(variant, kind, head, length):
     with overridden(schedule="hopper", forward=(192, 128, 12, 2)):
         run(spec(CORE[variant], kind), problem(kind, head, "bfloat16", M=length), "cuda").within_budget()
+
+
+@HOPPER
+@pytest.mark.parametrize("head, most", [(64, 24.0), (128, 6.0), (128, 200.0), (256, 24.0)])
+@pytest.mark.parametrize("variant, dtype", [("full", "bfloat16"), ("causal", "float16"), ("padding", "bfloat16"), ("softcap", "float16"), ("dropout", "bfloat16")])
+def test_maxima_that_rise(variant, dtype, head, most):
+    s, p = spec({**CORE, **MORE}[variant]), problem("self", head, dtype, M=1000)
+    with overridden(schedule="hopper"):
+        run(s, p, "cuda", operands=rising(inputs(s, p, "cuda"), most)).within_budget()
 
 
 @HOPPER

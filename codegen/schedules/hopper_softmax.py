@@ -1,0 +1,122 @@
+"""The softmax of the Hopper forward kernel, between its products: score, mask, running maximum and sum, dropout (FlashAttention-2, section 3.1)."""
+from __future__ import annotations
+
+from ..parts import LOG2E, Site
+from ..philox import threshold
+from ..program import Program
+from ..writer import Writer
+from .ends import warpgroup_score
+from .forward import is_finite
+from .hopper import ROWS, is_crowded, tiles_name
+from .hopper_vectors import compared, cut, groups, hidden_by_data
+
+LAG = 8
+"""Powers of two that a row's weights may come to before their maximum is renewed (FlashAttention-4's, made for Blackwell)."""
+LARGEST = 3e38
+
+
+def lags(site: Site) -> bool:
+    """Is a row's maximum renewed only where its scores have grown by more than 2 ** LAG? Then each thread keeps maximum and sum of its own scores,
+    and few tiles of keys make a warp look across a row and rescale its accumulator. Any maximum gives the same softmax.
+
+    H200, N = 4k: head sizes 64, 128, 192, 256 faster by 2 to 5, 2 to 9, 10 to 12, 5 to 16 %; 80 and 96 by -7 to 3 %, 32 by -7 to -1 %. It ends a block
+    of instructions, across which the assembler moves none: beside dropout 2 to 10 % slower, captured tiles 4 % faster to 9 % slower; vectors that
+    scores read, 9 % faster at 128, 3 to 8 % slower elsewhere; a mask that compares data, no faster.
+    """
+    spec, size = site.spec, max(site.D, site.Dv)
+    if spec.dropout or compared(spec) or any({"i", "j"} <= load.variables for load in spec.loads):
+        return False
+    return 96 < size <= 128 or not site.raw.loads and (size == 64 or size > 128)
+
+
+def is_halved(site: Site) -> bool:
+    """Does dropout act on weights of 16 bits, two at a time? H200, N = 4k: head size 128 2 to 6 % faster, 64 4 % slower."""
+    return bool(site.spec.dropout) and max(site.D, site.Dv) > 64
+
+
+def weight_unit(site: Site) -> float:
+    """What the products count in: `kept_half` takes bfloat16 to 2 ** -7."""
+    return 2.0 ** 7 if is_halved(site) and site.v_dtype == "bfloat16" else 1.0
+
+
+def reads_seed_late(site: Site) -> bool:
+    """Is dropout's seed read where it is used, tile by tile?"""
+    return is_crowded(site.spec, max(site.D, site.Dv))
+
+
+def softmax(site: Site, program: Program, out: Writer, partial: str, first: bool) -> None:
+    """From the products qk: score, mask, running maximum and sum; weights p before dropout."""
+    spec = site.spec
+    c2 = site.factor * LOG2E
+    beyond = bool(partial) and not site.hides_beyond
+    visible = spec.visible if spec.is_masked else None
+    raw = warpgroup_score(site, program, out, ("i0", ROWS), ("j0", "BLOCK_N"))
+    if raw != "raw":
+        out.assign("raw", raw)
+    if partial:
+        def hide_by(parts: list) -> None:
+            out.assign("raw", f'tl.where({" & ".join([*parts])}, raw, float("-inf"))')
+
+        def hide() -> None:
+            ends, (closed, others) = ["(j < N)[None, :]"] * beyond, groups(spec, "j")
+            if ends and others and partial == "True":  # both at once would take a register for each key
+                hide_by([*map(program.tile, [*closed, *others])])
+                with program.branch(), out.block("if j0 + BLOCK_N > N:"):
+                    return hide_by(ends)
+            if not closed or not others:
+                return hide_by([*ends, *([program.tile(visible)] if visible is not None else [])])
+            with program.branch(), out.block(f"if {cut(site, program, 'j', not beyond)}:"):
+                hide_by([*ends, *map(program.tile, closed)])
+            if not compared(spec):
+                return hide_by([*map(program.tile, others)])
+            low, whole = hidden_by_data(site, program)
+            for condition, parts in ([("is_cut > 1", whole)] if whole else []) + [("is_cut != 0", low)]:
+                with program.branch(), out.block(f"if {condition}:"):
+                    hide_by(parts)
+        if partial == "True" or first and site.listed:  # the list begins with partial tiles
+            hide()
+        else:
+            with program.branch(), out.block(f"if {partial}:"):
+                hide()
+    lagging = lags(site)
+    seen = partial or not is_finite(site.raw)
+    if lagging and first:
+        out.assign("m", f"gl.convert_layout(tl.max(raw, 1), gl.SliceLayout(1, threads))[:, None] + gl.zeros([{ROWS}, 4], gl.float32, threads)")
+    elif lagging:
+        out.assign("m, alpha, grown", f"raised(m, own_max(raw), {c2!r}, {LAG / max(c2, LAG / LARGEST)!r})")
+    else:
+        out.assign("m_new", "tl.max(raw, 1)" if first else "tl.maximum(m, tl.max(raw, 1))")
+    top = "m" if lagging else "m_new"
+    out.assign("anchor", *((f'tl.where({top} == float("-inf"), 0.0, {top})', "rows that have seen no key yet: keep exp2(-inf - 0) = 0") if seen else (top,)))
+    spread, added = ("across(anchor * {c2!r}, raw)", "own_sum(p)") if lagging else ("(anchor * {c2!r})[:, None]", "tl.sum(p, 1)")
+    out.assign("p", f"tl.exp2(raw * {c2!r} - {spread.format(c2=c2)})")
+    if not first and not lagging:
+        out.assign("alpha", f"tl.exp2((m - anchor) * {c2!r})")
+    out.assign("l", added if first else f"l * alpha + {added}")
+    if not lagging:
+        out.assign("m", "m_new")
+
+
+def rescale(site: Site, out: Writer) -> None:
+    """What is summed up goes over to the new maximum."""
+    for c in site.v_chunks:
+        acc = f"acc{c.suffix}"
+        out.assign(acc, f"rescaled({acc}, alpha, grown)" if lags(site) else f"{acc} * gl.convert_layout(alpha, gl.SliceLayout(1, values{c.suffix}))[:, None]")
+
+
+def across_threads(site: Site, out: Writer) -> None:
+    """Maximum and sum of each row, after the last tile."""
+    if lags(site):
+        for name, reduce in (("m", "max"), ("l", "sum")):
+            out.assign(name, f"gl.convert_layout(tl.{reduce}({name}, 1), rowwise)")
+
+
+def weights(site: Site, out: Writer) -> None:
+    """p as the left operand of P V, in registers."""
+    if site.spec.dropout:
+        seed = "tl.load(Seed)" if reads_seed_late(site) else "seed"
+        out.assign("bits", f"random_bits({seed}, z, i0, j0, {ROWS}, BLOCK_N, 4, False, scores)")
+        kept = f"kept_half(p.to({tiles_name('V', site.v_chunks[0])}.dtype)" if is_halved(site) else "kept(p"
+        out.assign("p", f"{kept}, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
+    for c in site.v_chunks:
+        out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({tiles_name('V', c)}.dtype), gl.DotOperandLayout(0, values{c.suffix}, 2))")
