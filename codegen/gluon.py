@@ -105,8 +105,8 @@ def kept(p, bits, THRESHOLD: gl.constexpr):
 
 @gluon.jit
 def kept_half(p, bits, THRESHOLD: gl.constexpr):
-    """p of 16 bits where dropout keeps it, else 0, two at a time; compared as in `kept`. A bfloat16 comes out over 2 ** 7: so does
-    bfloat16 read float16's 1, which the comparison yields."""
+    """p of 16 bits where dropout keeps it, else 0, two at a time; compared as in `kept`. The comparison yields float16's 1, which
+    reads 2 ** -7 in bfloat16: so many times p comes out."""
     kind: gl.constexpr = "bf16x2" if p.dtype == gl.bfloat16 else "f16x2"
     text: gl.constexpr = "{{ .reg .b32 m; abs.f16x2 m, $2; set.geu.f16x2.f16x2 m, m, $4; mul." + kind + " $0, $1, m; }}"
     limit = gl.full_like(bits, THRESHOLD * 65537)

@@ -17,16 +17,14 @@ LARGEST = 3e38
 
 def lags(site: Site) -> bool:
     """Is a row's maximum renewed only where its scores have grown by more than 2 ** LAG? Then each thread keeps maximum and sum of its own scores,
-    and few tiles of keys make a warp look across a row and rescale its accumulator. Any maximum gives the same softmax.
+    and few tiles of keys make a warp look across a row and rescale what is summed up. Any maximum gives the same softmax.
 
     H200, N = 4k: head sizes 64, 128, 192, 256 faster by 2 to 5, 2 to 9, 10 to 12, 5 to 16 %; 80 and 96 by -7 to 3 %, 32 by -7 to -1 %. It ends a block
-    of instructions, across which the assembler moves none: beside dropout 2 to 10 % slower, captured tiles 4 % faster to 9 % slower; vectors that
-    scores read, 9 % faster at 128, 3 to 8 % slower elsewhere; a mask that compares data, no faster.
+    of instructions, across which the assembler moves none: beside dropout 2 to 10 % slower, beside captured tensors by as much slower or faster.
     """
-    spec, size = site.spec, max(site.D, site.Dv)
-    if spec.dropout or compared(spec) or any({"i", "j"} <= load.variables for load in spec.loads):
-        return False
-    return 96 < size <= 128 or not site.raw.loads and (size == 64 or size > 128)
+    spec, head = site.spec, max(site.D, site.Dv)
+    data = spec.score.loads or any({"i", "j"} & load.variables for load in spec.loads)
+    return not spec.dropout and not data and (head == 64 or head > 96)
 
 
 def is_halved(site: Site) -> bool:
