@@ -233,6 +233,12 @@ def compares(spec: AttentionSpec) -> bool:
     return not spec.visible.loads and not any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
 
 
+def tells(spec: AttentionSpec, head: int) -> bool:
+    """Does the warp that copies tell the others of a forward where a tile is? Where a mask reads data or divides all would work out much; beside a wide
+    head a score that reads data leaves them too few registers for it."""
+    return not compares(spec) or head > 192 and bool(spec.score.loads)
+
+
 def is_simple(spec: AttentionSpec) -> bool:
     """Is the score q . k times a constant, without dropout, under a mask of comparisons?"""
     return peel(spec.score)[0] == QK and takes_three(spec)

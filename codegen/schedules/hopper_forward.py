@@ -17,8 +17,8 @@ from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_byt
 from .hopper_locate import is_by_host, locate_rows, worked_out
 from .hopper_softmax import across_threads, lags, reads_seed_late, rescale, softmax, weight_unit, weights
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, compares, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
-from .hopper import tile_view, tiles_name, tma_arguments
+from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
+from .hopper import tells, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
@@ -33,9 +33,8 @@ def is_uneven(site: Site) -> bool:
 
 
 def is_told(site: Site) -> bool:
-    """Does the warp that copies tell the others where a tile is? Where a mask reads data or divides all would work out much, and what they make of
-    arguments alone the assembler keeps in registers of every partition."""
-    return is_uneven(site) and (site.listed or not compares(site.spec))
+    """Does the warp that copies tell the others where a tile is? What they make of arguments alone the assembler keeps in registers of every partition."""
+    return is_uneven(site) and (site.listed or tells(site.spec, max(site.D, site.Dv)))
 
 
 def told(site: Site, returns: list[str], name: str) -> str:
@@ -237,7 +236,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         _wait_values(site, out)
         out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
         out.assign("tile", "tile + 1")
-        if is_told(site) and (spec.dropout or len(site.v_chunks) > 1):  # again: the loop lacks registers for all this
+        if is_told(site) and (spec.dropout or len(site.v_chunks) > 1 or site.Dv > 192):  # again: the loop lacks registers for all this
             read_told("z", *map(local, spec.axes), "i0")
             out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
             out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")

@@ -19,7 +19,7 @@ from ..factors import split_factor
 from ..order import long_first
 from ..parts import Site, chunks
 from ..ranges import bounds, never_empty
-from .hopper import compares
+from .hopper import tells
 from .hopper_captured import outermost, shares
 from .hopper_locate import by_host, visits_together
 from .hopper_vectors import compared, groups, vector_bytes, vectors
@@ -209,7 +209,7 @@ def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) ->
 def _told(spec: AttentionSpec, problem: Problem, listed: bool) -> int:
     """How many numbers the one warp of forward tells the warpgroups (`hopper_forward.is_told`)."""
     found = bounds(spec.visible, "j")
-    if not (listed or not compares(spec) and not found.is_total):
+    if not (listed or tells(spec, max(problem.D, problem.Dv)) and not found.is_total):
         return 0
     whole = problem.N % BLOCK == 0 and found.full_hi == Var("N")
     return 2 + len(spec.axes) + (0 if listed else 2 + found.has_full * ((not found.starts_full) + (not whole)))
