@@ -60,7 +60,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
     if kernel == "keys" and found == "mma" and step == 64 and has_relative(spec) and grouped(spec):  # sums of dS beyond a table's ends
         tiles = (32, 64, 8, 1)
     if kernel == "keys" and is_divided(spec):
-        return (16, 32, 8, 1) if found == "mma" else (16, 64, 4, 2) if step == 64 else (16, 16, 4, 2)
+        masked = any(c.masked for c in chunks(max(problem.D, problem.Dv)))  # columns beyond the head's end
+        return (16, 16, 4, 1) if found == "mma" and head > 128 and masked else (16, 32, 8, 1) if found == "mma" else (16, 64, 4, 2) if step == 64 else (16, 16, 4, 2)
     if kernel == "forward" and found == "tcgen05" and step == 128 and tiled and problem.N % ROW:
         return LARGEST[found, kernel, step][True]
     if kernel == "rows" and found == "mma" and step == 128 and is_overfull(spec):

@@ -88,7 +88,12 @@ def test_rest_of_tiles_that_batches_share():
     check("shared_bias", "self", "bfloat16", 64, 160, shape={"batch": 5, "heads": 3})
 
 
-@pytest.mark.parametrize("head, value_head", [(192, 128), (64, 128), (96, 40)])
+@pytest.mark.parametrize("variant, kind, head", [("dropout", "self", 112), ("bias", "gqa", 104), ("documents", "self", 112), ("causal", "gqa", 176), ("alibi", "gqa", 208)])
+def test_rest_of_heads_that_are_padded(variant, kind, head):
+    check(variant, kind, "bfloat16", head, 200)
+
+
+@pytest.mark.parametrize("head, value_head", [(192, 128), (64, 128), (96, 40), (112, 80)])
 def test_rest_of_value_heads(head, value_head):
     check("causal", "gqa", "bfloat16", head, 200, shape={"Dv": value_head})
 

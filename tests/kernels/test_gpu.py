@@ -173,6 +173,15 @@ def test_three_warpgroups(variant, kind, head, length):
 
 
 @HOPPER
+@pytest.mark.parametrize("head", [56, 104, 112, 120, 168, 176, 184, 200, 240, 248])
+@pytest.mark.parametrize("variant, kind", [("full", "self"), ("causal", "gqa"), ("dropout", "self"), ("bias", "gqa"), ("alibi", "gqa")])
+def test_heads_that_are_padded(variant, kind, head):
+    """Pieces that reach beyond a head's end: what TMA fills in, and what it does not store."""
+    with overridden(schedule="hopper"):
+        run(spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=700), "cuda").within_budget()
+
+
+@HOPPER
 @pytest.mark.parametrize("head, most", [(64, 24.0), (128, 6.0), (128, 200.0), (256, 24.0)])
 @pytest.mark.parametrize("variant, dtype", [("full", "bfloat16"), ("causal", "float16"), ("padding", "bfloat16"), ("softcap", "float16"), ("dropout", "bfloat16")])
 def test_maxima_that_rise(variant, dtype, head, most):
