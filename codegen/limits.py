@@ -102,7 +102,8 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
         tiled_loads, total = tiled_loads - gathered, total - gathered
         passing = max(2 * m * n * (outer < _narrowest(kernel, problem)), gathered)
         if kernel == "keys" and spec.dropout:
-            passing = max(passing, m * n * (m * n < 128 * warps))  # threads share what one Philox call decides
+            alike = outer == _narrowest(kernel, problem) == 32  # warps lie over products with queries as over those with rows
+            passing = max(passing, m * n * (m * n < 128 * warps and not alike))  # threads share what one Philox call decides
             total += 4 * m * max(1, stages - 1)  # then delta is copied ahead too
         if kernel == "keys":
             return total - tiled_loads + max(tiled_loads, passing)
