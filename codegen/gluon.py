@@ -45,12 +45,12 @@ def philox(seed, c0, c1, c2):
 
 @gluon.constexpr_function
 def words_layout(ROWS, COLUMNS, WARPS):
-    """Layout of one Philox call for each 8 elements of a (ROWS, COLUMNS) accumulator: the accumulator's without bit 3 of the
-    row and bits 0 and 3 of the column."""
-    registers = [[0, 4 << n] for n in range((COLUMNS // 16).bit_length() - 1)]
+    """Layout of one Philox call for each 16 elements of a (ROWS, COLUMNS) accumulator: the accumulator's without bit 3 of the
+    row and bits 0, 3 and 4 of the column."""
+    registers = [[0, 4 << n] for n in range((COLUMNS // 32).bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     warps = [[8 << n, 0] for n in range(WARPS.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 2, COLUMNS // 4])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 2, COLUMNS // 8])
 
 
 @gluon.jit
@@ -71,25 +71,48 @@ def exchange(w0, w1, w2, w3, odd):
 
 
 @gluon.jit
-def random_bits(seed, z, a0, b0, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+def share(word, odd, LANE: gl.constexpr):
+    """Two threads, whose keys differ in bit 1, have the bits of both, one those of 16 columns, the other those of the next 16.
+    Both get all; the odd one reads the bytes of each half in the other order (`philox`)."""
+    take: gl.constexpr = "shfl.sync.bfly.b32 o, $2, " + LANE + ", 31, -1; "
+    text: gl.constexpr = "{{ .reg .b32 o; " + take + "prmt.b32 $0, $2, o, $3; prmt.b32 $1, $2, o, $4; }}"
+    given = [word, gl.where(odd, 0x6745, 0x3210), gl.where(odd, 0x2301, 0x7654)]
+    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r", given, (gl.uint32, gl.uint32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def random_bits(seed, z, a0, b0, unknown, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
                 TRANSPOSED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Dropout's random bits for the score tile at (z, a0, b0), batch index, row and column; TRANSPOSED: keys along the rows."""
+    """Dropout's random bits for the score tile at (z, a0, b0), batch index, row and column; TRANSPOSED: keys along the rows.
+    unknown: 0; where the compiler does not know that, it keeps nothing in registers that is made of a thread's number alone."""
     words: gl.constexpr = words_layout(ROWS, COLUMNS, WARPS)
     r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))[:, None]
-    c = gl.arange(0, COLUMNS // 4, gl.SliceLayout(0, words))[None, :]
+    c = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, words))[None, :]
     a = a0 + r // 8 * 16 + r % 8
-    b = b0 + c // 4 * 16 + c % 4 * 2
-    zero = gl.zeros([ROWS // 2, COLUMNS // 4], gl.uint32, words)
+    b = b0 + c // 4 * 32
+    zero = gl.zeros([ROWS // 2, COLUMNS // 8], gl.uint32, words)
     z = z.to(gl.uint32) + zero
     if TRANSPOSED:
-        odd = r % 2
-        w0, w1, w2, w3 = philox(seed, (a - odd).to(gl.uint32) + zero, (b + odd).to(gl.uint32) + zero, z)
+        odd, one = (r + unknown) % 2, (r + unknown) // 2 % 2
+        b = b + c % 4 * 2 + odd + one * 16
+        w0, w1, w2, w3 = philox(seed, (a - r % 4).to(gl.uint32) + zero, b.to(gl.uint32) + zero, z)
         w0, w2, w1, w3 = exchange(w0, w1, w2, w3, odd.to(gl.uint32) + zero != 0)
+        lane: gl.constexpr = "8"
     else:
+        one = c % 2
+        b = b + c // 2 % 2 * 4 + one * 16
         w0, w1, w2, w3 = philox(seed, b.to(gl.uint32) + zero, a.to(gl.uint32) + zero, z)
-    tile = gl.join(gl.join(w0, w1), gl.join(w2, w3))               # (r, c, bit 3 of the column, bit 3 of the row)
+        lane: gl.constexpr = "1"
+    one = one.to(gl.uint32) + zero != 0
+    w0, x0 = share(w0, one, lane)
+    w1, x1 = share(w1, one, lane)
+    w2, x2 = share(w2, one, lane)
+    w3, x3 = share(w3, one, lane)
+    low = gl.join(gl.join(w0, w1), gl.join(w2, w3))                # (r, c, bit 3 of the column, bit 3 of the row)
+    high = gl.join(gl.join(x0, x1), gl.join(x2, x3))
+    tile = gl.join(low, high)                                      # (…, bit 4 of the column)
     tile = gl.join(tile, tile)                                     # (…, bit 0 of the column): each looks at a half
-    tile = tile.reshape([ROWS // 16, 8, COLUMNS // 16, 4, 2, 2, 2]).permute([0, 5, 1, 2, 4, 3, 6]).reshape([ROWS, COLUMNS])
+    tile = tile.reshape([ROWS // 16, 8, COLUMNS // 32, 4, 2, 2, 2, 2]).permute([0, 5, 1, 2, 6, 4, 3, 7]).reshape([ROWS, COLUMNS])
     return gl.convert_layout(tile, LAYOUT)
 
 

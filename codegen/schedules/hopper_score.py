@@ -10,6 +10,7 @@ from ..writer import Writer
 from .common import Body, scaled
 from .ends import tight_score
 from .hopper_captured import doubles, is_signed, left_out
+from .hopper import compares
 from .hopper_keys import is_full, is_split, is_tight, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
 from .hopper_vectors import cut, groups
@@ -118,9 +119,11 @@ def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidde
 
 
 def _bits(site: Site, rows: str, warps: int) -> str:
-    """Where registers run out, of the seed and an unknown zero: a key for each round, known ahead of the loop, would take two."""
-    late = " + (told >> 31)" if fills_registers(site) or is_full(site) else ""
-    return f"random_bits(seed{late}, z, key0, i0, {rows}, BLOCK_M, {warps}, True, scores)"
+    """Where registers run out, of the seed and an unknown zero: a key for each round, known ahead of the loop, would take two. Where a mask is read by
+    hand, of such a zero too: with whom a thread shares bits would take five."""
+    zero = "told >> 31"
+    late = f" + ({zero})" if fills_registers(site) or is_full(site) else ""
+    return f"random_bits(seed{late}, z, key0, i0, {'0' if compares(site.spec) else zero}, {rows}, BLOCK_M, {warps}, True, scores)"
 
 
 def degree(e: Expr, x: Expr) -> int:

@@ -10,7 +10,7 @@ import types
 import torch
 
 from flashfx.codegen import load as generated
-from flashfx.codegen.philox import HALF_BITS, philox
+from flashfx.codegen import philox
 
 from . import gluon_simulator as simulator
 from .gluon_simulator import Descriptor, Pointer, Shared, Simulation, _here, pointer_to
@@ -153,12 +153,10 @@ def argument(value):
 
 # Dropout's bits pass through registers in ways that a simulation without layouts cannot follow: what they are is written out.
 
-def random_bits(seed, z, a0, b0, ROWS, COLUMNS, WARPS, TRANSPOSED, LAYOUT):
+def random_bits(seed, z, a0, b0, unknown, ROWS, COLUMNS, WARPS, TRANSPOSED, LAYOUT):
     first, second = torch.arange(ROWS)[:, None] + int(a0), torch.arange(COLUMNS)[None, :] + int(b0)
     i, j = (second, first) if TRANSPOSED else (first, second)
-    words = torch.stack(torch.broadcast_tensors(*philox(int(seed), j & ~9, i & ~8, torch.as_tensor(int(z)))), -1)
-    words, which = torch.broadcast_tensors(words, ((i >> 3 & 1) * 2 + (j >> 3 & 1))[..., None])
-    return words.gather(-1, which[..., :1])[..., 0] >> 16 * (j & 1) & 2 ** HALF_BITS - 1
+    return philox.random_bits(int(seed), torch.as_tensor(int(z)), i, j)
 
 
 def by_thread(tile):
