@@ -67,7 +67,8 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     found, exact = units(problem, gpu), kernel != "dense" and _is_known(spec, problem)
     copies_ahead = found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0)
     exact &= found == "wgmma" and stages > 1 or copies_ahead and (stages > 1 or kernel == "keys")
-    exact &= problem.D % 16 == problem.Dv % 16 == 0 or found == "wgmma" and descriptors  # TMA fills what lies beyond a head's end
+    odd = problem.D % 16 or problem.Dv % 16  # TMA fills what lies beyond a head's end; else it is copied ahead where 16 bytes can be (`parts.multiples`)
+    exact &= not odd or (descriptors if found == "wgmma" else problem.D % 8 == problem.Dv % 8 == 0)
     if exact and found == "wgmma":
         narrow = kernel == "forward" and max(problem.D, problem.Dv) < 64 and any(map(is_gathered, across(spec)))
         passing = 2 * m * n * narrow  # elements of a table, for which other buffers of such heads have no room

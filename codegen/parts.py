@@ -85,6 +85,7 @@ class Site:
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
     stages: int = 2              # of the Hopper backward schedule: tiles of rows in shared memory
+    aligned: bool = True         # strides of q, k, v and dO are multiples of 16 bytes
     parts: str = ""              # into how many parts the host splits the keys of a tile of rows; "" if one program reads them all
 
     @cached_property
@@ -286,6 +287,16 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
         out |= {stride(a.name, d): f"{local(a.name)}.stride({d})" for d in range(a.rank)}
     out |= {extent(axis): extent(axis) for axis in spec.axes} | {"M": "M", "N": "N"} | {local(s): local(s) for s in spec.sizes}
     return out
+
+
+def multiples(site: Site, results: bool = False) -> dict[str, int]:
+    """Of the strides of q, k, v and dO, and of what a kernel writes where it has `results`: so many elements are 16 bytes. Triton itself asks for multiples
+    of 16 elements, which strides of heads such as 72 are not, and would read those one by one, each by an address in registers."""
+    if not site.aligned or site.D % 8 or site.Dv % 8 or site.D % 16 == site.Dv % 16 == 0:
+        return {}
+    names = [name for name in OPERANDS if name != "Out" or results]
+    width = lambda letter: 4 if (site.dtype if letter == "d" else site.v_dtype) == "float32" else 8
+    return {f"stride_{prefix}_{of}": width(letter) for _, _, prefix, row, letter in map(OPERANDS.get, names) for of in (*site.spec.axes, row)}
 
 
 def base(site: Site, operand: str) -> str:

@@ -48,6 +48,7 @@ class Plan:
     registers  of a thread, predicted
     precision  of float32 matrix products, see `matmul_precision`
     descriptors  tiles are read by the tensor memory accelerator
+    aligned    strides of q, k, v and dO are multiples of 16 bytes
     listed     tiles to visit come from the mask's run-time summary
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
     stored     captured tensor whose gradient their backward stores as it goes
@@ -78,6 +79,7 @@ class Plan:
     ordered: bool = False
     parts: int = 1
     packed: tuple[str, ...] = ()
+    aligned: bool = True
 
     @property
     def tiles(self) -> tuple[int, int, int, int]:
@@ -203,7 +205,7 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
               listed: bool | None = None, needs: tuple[bool, ...] | None = None, tiled: Sequence[str] | None = None) -> Plan:
     """Tiles for "forward", or for "backward": the plan of the dK/dV kernel with `rows` and `dense` beside it.
 
-    descriptors  False if the operands' strides rule out TMA; by default it is used where the card has it
+    descriptors  False if the operands' strides rule out TMA, and copies of 16 bytes; by default it is used where the card has it
     listed       is there a run-time summary of the mask? By default where it pays
     needs        which of (q, k, v, *aux) get gradients; all that can unless given
     tiled        captured tensors of which TMA can read tiles; all that are read so unless given
@@ -222,7 +224,8 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
     why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs) or asked.why_portable()
     if why is None:
         return asked.hopper
-    return replace(asked.portable, reason=f"{asked.portable.reason}; not warp-specialised: {why}") if gpu.is_hopper else asked.portable
+    reason = f"{asked.portable.reason}; not warp-specialised: {why}" if gpu.is_hopper else asked.portable.reason
+    return replace(asked.portable, reason=reason, aligned=descriptors is not False)
 
 
 @dataclass(frozen=True)

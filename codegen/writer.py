@@ -107,10 +107,11 @@ class Kernel:
 
     arguments  name in the kernel -> expression in the host function, in the order of the signature
     options    name of the host's dict of tile sizes and launch options; `constexprs` are those that the kernel sees
+    multiples  arguments that are known to be multiples of a number, which the compiler then knows too
     """
 
-    def __init__(self, name: str, doc: str, arguments: Mapping[str, str], constexprs: Sequence[str], options: str):
-        self.name, self.doc, self.options = name, doc, options
+    def __init__(self, name: str, doc: str, arguments: Mapping[str, str], constexprs: Sequence[str], options: str, multiples: Mapping[str, int] | None = None):
+        self.name, self.doc, self.options, self.multiples = name, doc, options, multiples or {}
         self._arguments, self._constexprs = dict(arguments), constexprs
         self.body = Writer(1)
 
@@ -121,7 +122,9 @@ class Kernel:
     @property
     def source(self) -> str:
         parameters = [*self._used(self._arguments), *(f"{c}: tl.constexpr" for c in self._constexprs)]
-        return "\n".join(["@triton.jit", *wrapped(f"def {self.name}(", parameters, "):"), f'    """{self.doc}"""', self.body.text])
+        told = [f"    {name} = {name} // {number} * {number}" for name, number in self._used(self.multiples).items()]
+        told = ["    # Multiples, of which the compiler can copy so many elements at once", *told] if told else []
+        return "\n".join(["@triton.jit", *wrapped(f"def {self.name}(", parameters, "):"), f'    """{self.doc}"""', *told, self.body.text])
 
     def call(self, grid: str, out: Writer) -> None:
         """Write the launch into the host function."""

@@ -10,7 +10,7 @@ from ...expr import QK, Expr, Load, Var
 from ..listed import ListedLoops, loops as loops_over
 from ..loops import Loops
 from ..philox import kept_scale
-from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile, matrix, pieces
+from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile, matrix, multiples, pieces
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, buffer, load_lse2, row_pointers, scaled
@@ -27,7 +27,7 @@ def keys_kernel(site: Site, of: str = "KV") -> Kernel:
     shared = f", summed over ({', '.join(others)}) in registers" if others else ""
     name, what = {"KV": ("keys", "keys and values"), "K": ("keys", "keys"), "V": ("values", "values")}[of]
     kernel = Kernel(f"attention_backward_{name}", f"One program: gradients of the {what} j0 <= j < j0 + BLOCK_N{shared}.",
-                    arguments(site, results), ("BLOCK_M", "BLOCK_N"), "KEYS")
+                    arguments(site, results), ("BLOCK_M", "BLOCK_N"), "KEYS", multiples(site))
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("y", "tl.program_id(0) // tiles")
@@ -166,7 +166,7 @@ def rows_kernel(site: Site) -> Kernel:
     found = [*site.loads_over("i"), *site.loads_over()]
     results = {"dQ": "grad_q"} | {buffer(site, load): buffer(site, load) for load in found}
     kernel = Kernel("attention_backward_rows", "One program: gradients of the query rows i0 <= i < i0 + BLOCK_M.",
-                    arguments(site, results), ("BLOCK_M", "BLOCK_N"), "ROWS")
+                    arguments(site, results), ("BLOCK_M", "BLOCK_N"), "ROWS", multiples(site))
     out = kernel.body
     out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
     out.assign("y", "tl.program_id(0) // tiles")

@@ -8,7 +8,7 @@ from ...spec import EmptyRow
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..limits import padded
-from ..parts import LOG2E, Site, arguments, decode, flatten, head_index, load_tile, pieces, product
+from ..parts import LOG2E, Site, arguments, decode, flatten, head_index, load_tile, multiples, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -39,7 +39,7 @@ def delta_kernel(site: Site) -> Kernel:
     """What the other kernels need of each row: delta, and the log-sum-exp in powers of two."""
     spec = site.spec
     kernel = Kernel("attention_delta", "delta[z, i] = sum_e dO[z, i, e] * O[z, i, e], which is also sum_j P[z, i, j] * dP[z, i, j]; lse2 = lse * log2(e).",
-                    arguments(site, {"Sum": "sum_q", "Taken": "taken"}), ("BLOCK_M",), "DELTA")
+                    arguments(site, {"Sum": "sum_q", "Taken": "taken"}), ("BLOCK_M",), "DELTA", multiples(site))
     out = kernel.body
     out.assign("tiles", f"tl.cdiv(M, {PADDING}) * ({PADDING} // BLOCK_M)", "with the padding")
     out.assign("z", "tl.program_id(0) // tiles")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ...expr import Const, Load, Var
 from .. import captured
-from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile
+from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile, multiples
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, buffer, load_lse2, row_pointers, scaled
@@ -16,7 +16,7 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
     others = site.other_axes(mine)
     name = buffer(site, load)
     kernel = Kernel(f"attention_backward_{name[2:]}", f"One program: gradient of {load} for one tile" + (f", summed over ({', '.join(others)})." if others else "."),
-                    arguments(site, {name: name}), ("BLOCK_M", "BLOCK_N"), "DENSE")
+                    arguments(site, {name: name}), ("BLOCK_M", "BLOCK_N"), "DENSE", multiples(site))
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("j0", "tl.program_id(0) % tiles * BLOCK_N")

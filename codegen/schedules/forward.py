@@ -9,7 +9,7 @@ from ...expr import QK, Expr, Var
 from ...spec import EmptyRow
 from ..listed import loops as loops_over
 from ..loops import Loop
-from ..parts import LOG2E, Site, arguments, base, count, decode, flatten, head_index, load_tile, matrix, packed_rows, pieces, product
+from ..parts import LOG2E, Site, arguments, base, count, decode, flatten, head_index, load_tile, matrix, multiples, packed_rows, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -44,7 +44,7 @@ def forward_kernel(site: Site) -> Kernel:
     rows = f"BLOCK_M rows packed_row = ({', '.join(site.packed)}, i) of batch index z of the other axes" if site.packed else \
         f"rows i0 <= i < i0 + BLOCK_M of batch index z = {what}"
     kernel = Kernel("attention_forward", f"One program: {rows}, {keys}, one tile at a time.",
-                    arguments(site, PARTIAL), ("BLOCK_M", "BLOCK_N"), "FORWARD")
+                    arguments(site, PARTIAL), ("BLOCK_M", "BLOCK_N"), "FORWARD", multiples(site, results=True))
     out = kernel.body
     out.assign("tiles", f"tl.cdiv(M * {count(site.packed)}, BLOCK_M)" if site.packed else "tl.cdiv(M, BLOCK_M)")
     out.assign("z", "tl.program_id(0) // tiles")

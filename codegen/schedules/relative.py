@@ -10,7 +10,7 @@ from typing import Sequence
 from ...expr import QK, Load, Var, call
 from ...spec import DIFFERENCE
 from ..captured import Line, dims_of, ends, is_relative, line_of
-from ..parts import Site, arguments, count, decode, extent, flatten, head_index
+from ..parts import Site, arguments, count, decode, extent, flatten, head_index, multiples
 from ..program import Program, local
 from ..writer import Kernel, Writer
 from .common import buffer, scaled
@@ -142,7 +142,7 @@ def diagonal_kernel(site: Site, load: Load) -> Kernel:
     spec, line, name = site.spec, _line(load), buffer(site, load)
     kernel = Kernel(f"attention_backward_{name[2:]}", f"One program: the gradient of {load} along one diagonal of tiles.",
                     arguments(site, {lines_buffer(site, load): lines_buffer(site, load), ends_buffer(site, load): ends_buffer(site, load), "slots": "slots",
-                                     "STEP": "KEYS['BLOCK_M']"}), ("BLOCK_M", "BLOCK_N"), "DENSE")
+                                     "STEP": "KEYS['BLOCK_M']"}), ("BLOCK_M", "BLOCK_N"), "DENSE", multiples(site))
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("all_rows", "tl.cdiv(M, BLOCK_M)")

@@ -89,7 +89,7 @@ def test_more_repeats_are_equal(variant):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "expanded", "misaligned", "strided head"])
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "misaligned", "odd rows", "strided head"])
 def test_more_strides(layout):
     """Any strides: what TMA cannot read goes through pointers, with the same result."""
     s, p = spec(CORE["causal"]), problem("self", 24, "bfloat16")
@@ -102,6 +102,8 @@ def test_more_strides(layout):
             return t[:, :1].expand_as(t)
         if layout == "misaligned":
             return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+        if layout == "odd rows":
+            return torch.empty(*t.shape[:-1], t.shape[-1] + 1, dtype=t.dtype)[..., :-1].copy_(t)
         return torch.empty(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype)[..., ::2].copy_(t)
 
     placed = [place(t) for t in (q, k, v)]

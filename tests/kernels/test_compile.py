@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flashfx.codegen import philox, render
-from flashfx.codegen.plan import overridden
+from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
 from flashfx.compat import interpreting
 from flashfx.region import Problem
@@ -72,6 +72,23 @@ def test_heads_as_rows_of_a_tile_build_without_spilling(arch, dtype, head, varia
     p = Problem((2, 3, 8), M, 4096, head, head, dtype, dtype)
     (report, plan), *_ = compile_all(spec(ALL[variant], "gqa"), p, BY_ARCH[arch], (False,) * 4)
     assert plan.packed == ("g",) and report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block and not report.spilled, (report, plan)
+
+
+@pytest.mark.parametrize("head, aligned, told", [(72, None, True), (72, False, False), (64, None, False), (76, None, False)])
+def test_strides_are_said_to_be_multiples_of_16_bytes_only_where_they_are(head, aligned, told):
+    """And only for heads of which Triton, which asks for multiples of 16 elements, does not see it."""
+    s, p = spec(CORE["causal"]), problem("self", head, "bfloat16")
+    plans = [make_plan(s, p, BY_ARCH["sm_80"], direction, aligned) for direction in ("forward", "backward")]
+    assert ("stride_q_m // 8 * 8" in render.render(s, plans[0], p, None, plans[1]).text) == told
+
+
+@pytest.mark.parametrize("arch, head, variant, kind", thinned([
+    ("sm_90", 88, "shared_bias", "self"), ("sm_80", 88, "shared_bias", "gqa"), ("sm_80", 72, "transposed_bias", "gqa"), ("sm_90", 72, "padded_bias", "gqa"),
+    ("sm_100", 104, "bias", "gqa"), ("sm_80", 88, "bias", "gqa"), ("sm_90", 120, "bias", "gqa"), ("sm_90", 160, "ended_dropout", "gqa")]))
+def test_heads_that_are_multiples_of_eight_build_without_spilling(arch, head, variant, kind):
+    """Trained tensors, whose kernels go through batches: without 16 bytes at a time each element had an address in registers."""
+    for report, plan in compile_all(spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4), BY_ARCH[arch]):
+        assert not report.spilled and (plan is None or report.shared <= plan.shared), report
 
 
 @pytest.mark.parametrize("head, variant, kind", thinned([

@@ -149,6 +149,8 @@ FURTHER = [
     Case("sm_90", "padding", head=192, listed=True), Case("sm_90", "bool_mask", "gqa", 80), Case("sm_80", "bool_mask", "gqa", 128, listed=True),
     Case("sm_90", "column_bias", head=128), Case("sm_80", "two_reads", "gqa", 64), Case("sm_80", "full", head=128, v_head=64),
     Case("sm_90", "causal", head=64, v_head=128), Case("sm_90", "causal", head=72),
+    # heads of which 16 bytes are copied at a time where strides are known to be multiples of that
+    Case("sm_80", "causal", head=72), Case("sm_80", "dropout", "gqa", 88), Case("sm_80", "bias", head=104), Case("sm_90", "window", "gqa", 168),
     # a stage reads places of listed tiles, or none does; rows average v in a loop of its own
     Case("sm_80", "padding", head=32, listed=True), Case("sm_80", "dropout_padding", "gqa", 64, listed=True),
     Case("sm_90", "dropout_padding", head=128, listed=True), Case("sm_90", "mean_left_padding", head=64, listed=True),
@@ -160,7 +162,7 @@ def test_shared_memory_of_further_specs(turn, found):
     check_some(found, 2, turn, ("triton",))
 
 
-@pytest.mark.parametrize("turn, found", enumerate([Case("sm_90", "t5_table", "gqa"), Case("sm_80", "relative", head=80), Case("sm_80", "causal", head=72),
+@pytest.mark.parametrize("turn, found", enumerate([Case("sm_90", "t5_table", "gqa"), Case("sm_80", "relative", head=80), Case("sm_80", "causal", head=76),
                                                    Case("sm_80", "full", dtype="float32"), Case("sm_80", "bool_mask", head=32, length=500),
                                                    Case("sm_90", "bool_mask", "gqa", 64, length=500, listed=True), Case("sm_90", "bias", length=500),
                                                    Case("sm_90", "additive_mask", length=500)]), ids=str)
