@@ -99,7 +99,7 @@ def random_bits(seed, z, a0, b0, unknown, ROWS: gl.constexpr, COLUMNS: gl.conste
         w0, w2, w1, w3 = exchange(w0, w1, w2, w3, odd.to(gl.uint32) + zero != 0)
         lane: gl.constexpr = "8"
     else:
-        one = c % 2
+        one = (c + unknown) % 2
         b = b + c // 2 % 2 * 4 + one * 16
         w0, w1, w2, w3 = philox(seed, b.to(gl.uint32) + zero, a.to(gl.uint32) + zero, z)
         lane: gl.constexpr = "1"

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from ...expr import QK, Call, Const, Expr, Load
 from ...spec import EmptyRow
+from ..captured import ends
 from ..parts import LOG2E, Site, tiles_name
 from ..philox import kept_scale, threshold
 from ..reads import across
@@ -120,10 +121,11 @@ def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidde
 
 def _bits(site: Site, rows: str, warps: int) -> str:
     """Where registers run out, of the seed and an unknown zero: a key for each round, known ahead of the loop, would take two. Where a mask is read by
-    hand, of such a zero too: with whom a thread shares bits would take five."""
+    hand, or sums beyond a table's ends are kept, of such a zero too: with whom a thread shares bits would take five."""
     zero = "told >> 31"
     late = f" + ({zero})" if fills_registers(site) or is_full(site) else ""
-    return f"random_bits(seed{late}, z, key0, i0, {'0' if compares(site.spec) else zero}, {rows}, BLOCK_M, {warps}, True, scores)"
+    unknown = "0" if compares(site.spec) and not any(map(ends, site.loads)) else zero
+    return f"random_bits(seed{late}, z, key0, i0, {unknown}, {rows}, BLOCK_M, {warps}, True, scores)"
 
 
 def degree(e: Expr, x: Expr) -> int:

@@ -113,7 +113,8 @@ def weights(site: Site, out: Writer) -> None:
     """p as the left operand of P V, in registers."""
     if site.spec.dropout:
         seed = "tl.load(Seed)" if reads_seed_late(site) else "seed"
-        out.assign("bits", f"random_bits({seed}, z, i0, j0, 0, {ROWS}, BLOCK_N, 4, False, scores)")
+        zero = "tile >> 31" if reads_seed_late(site) and max(site.D, site.Dv) <= 192 else "0"  # wider heads lack registers for more in a tile
+        out.assign("bits", f"random_bits({seed}, z, i0, j0, {zero}, {ROWS}, BLOCK_N, 4, False, scores)")
         kept = f"kept_half(p.to({tiles_name('V', site.v_chunks[0])}.dtype)" if is_halved(site) else "kept(p"
         out.assign("p", f"{kept}, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:
