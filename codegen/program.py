@@ -25,7 +25,7 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
     weight parts_of packed_row kv kv_empty next_count start_ring before group together tile taken lanes lane is_partial is_first is_last told nth
     end work padded keys_told rows_told locate_keys dk_tile dv_tile is_cut apart
-    lists list_length told_ring threads threads_of own_max own_sum across raised grown rescaled rescale_text rescale_operands exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())
+    lists list_length told_ring place column threads threads_of own_max own_sum across raised grown rescaled rescale_text rescale_operands exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {
@@ -96,6 +96,7 @@ class Program:
         self.uses: Counter = Counter()
         self.others: dict[Load, str] = {}  # what loads read beyond the end, where that is not 0
         self.latest = ""  # a number of the loop, not negative: what sizes alone make is made of it too where nothing is kept, see `late`
+        self.withholds = False  # strides until a batch index is known: their signs would be kept from before all partitions, see `late`
         self._serial: Counter = Counter() if beside is None else beside._serial
 
     def enter(self, out: Writer, roots: Iterable[Expr], certain: Iterable[str] = ()) -> None:
@@ -110,7 +111,7 @@ class Program:
     def here(self, out: Writer) -> Program:
         """A program of the same kernel that writes everything where it is, and keeps nothing for later."""
         program = Program(self.spec, out, "", self.columns, beside=self, packed=self.packed)
-        program.latest = self.latest
+        program.latest, program.withholds = self.latest, self.withholds
         program.enter(out, [], "ij")
         return program
 
@@ -211,7 +212,7 @@ class Program:
                     scalar.append(f"{literal(index.value)} * {step}")
             else:  # 64 bits: batch offsets, and rows of an N x N bias, pass 2**31
                 target = vectors[next(iter(own))] if own else scalar
-                target.append(f"tl.cast({self.value(index)}, tl.int64) * {step}")
+                target.append(self.offset(load.name, position, index))
         address = pointer(load.name)
         if self.latest and not self.inner and not dims:
             address = f"{address} + late(0, {self.latest})"
@@ -233,6 +234,13 @@ class Program:
         mask = f", mask={' & '.join(conditions)}, other={self.others.get(load, '0')}" if conditions else ""
         text = f"tl.load({' + '.join(parts)}{mask})"
         return f"{text}.to(tl.float32)" if load.kind == FLOAT else f"({text} != 0)" if load.kind == BOOL else text
+
+    def offset(self, name: str, position: int, index: Expr) -> str:
+        """Of an index along one dimension of a captured tensor, in elements, 64 bits."""
+        text, step = self.value(index), stride(name, position)
+        if self.withholds and isinstance(index, Var) and not self.dims(index):
+            step = f"late({step}, {text})"
+        return f"tl.cast({text}, tl.int64) * {step}"
 
     def _shaped(self, text: str, x: str, dims: frozenset[str]) -> str:
         return self.spread(f"({text})", frozenset(x)) if len(dims) == 2 else text

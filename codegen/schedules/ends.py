@@ -149,5 +149,5 @@ def _leaves(e: Expr) -> list[Expr]:
 
 def _address(program: Program, load: Load, line: Line, place: str) -> str:
     """Of a load's element at a place of its line."""
-    fixed = [f"tl.cast({program.value(a)}, tl.int64) * {stride(load.name, d)}" for d, a in enumerate(load.index) if d != line.dim]
+    fixed = [program.offset(load.name, d, a) for d, a in enumerate(load.index) if d != line.dim]
     return " + ".join([pointer(load.name), *fixed, f"{place} * {stride(load.name, line.dim)}"])

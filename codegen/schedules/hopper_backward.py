@@ -119,7 +119,7 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
     """Begin a tile: where its vectors and captured tiles are, and with registers to spare the loads across rows and keys that TMA cannot do."""
     visible = [site.spec.visible] if site.spec.is_masked else []
     program.enter(out, [site.raw, *visible, scaled(site, QK)[0], *([site.spec.empty_over] if site.averages else [])], "")
-    if len(ended(site)) == 1 and (is_split(site) or not summed(site)):  # of more tables it is cheaper to keep what they share
+    if len(ended(site)) == 1 and (is_split(site) or not summed(site) or len(site.qk_chunks) > 1):  # of more tables it is cheaper to keep what they share
         program.latest = "told"
     rows_from_rings(site, program)
     tiles = tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
@@ -188,7 +188,7 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
                 out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                                  f"dk{c.suffix}, is_async=True)")
             out.assign(names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dq', site.qk_chunks)}])", "dK still runs")
-            add_dq(site, out, lambda text: read_late(site, text, WARPS))
+            add_dq(site, out, lambda text: read_late(site, text, WARPS), place if len(site.qk_chunks) > 1 else "0")
             out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
             out.line("mbarrier.arrive(rows_empty.index(slot), count=1)")
             if others:

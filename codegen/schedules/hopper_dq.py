@@ -135,8 +135,8 @@ def frees_early(site: Site) -> bool:
     return not (is_split(site) or site.ordered or stored_load(site))
 
 
-def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str) -> None:
-    """coordinates: rewrites those of the tile."""
+def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, place: str = "0") -> None:
+    """coordinates: rewrites those of the tile. place: 0, in shared memory."""
     if not frees_early(site):
         if site.ordered:
             out.assign("added", ADDED, "dQ of the step before is in memory")
@@ -146,7 +146,7 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str) -> 
     pass_on(site, out, "is_first == 0")
     for c in site.qk_chunks:
         ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
-        out.line(f"dq_tile{c.suffix}.index(0).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
+        out.line(f"dq_tile{c.suffix}.index({place}).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
     out.line("fence_async_shared()")
     await_turn(site, out)
     out.line("barrier()")

@@ -124,7 +124,8 @@ def _rows(site: Site, out: Writer) -> str:
         partial = listed_tiles(site, out, "i", "average != 0" if site.averages else "")
     else:
         partial = _segments(site, out)
-        out.assign("count", "tl.cdiv(stop - start, BLOCK_M)")
+        stop = "late(stop, nth)" if site.by_keys.is_total and site.tiled and len(site.qk_chunks) > 1 else "stop"
+        out.assign("count", f"tl.cdiv({stop} - start, BLOCK_M)")
     return partial if site.whole else f"{partial} | (j0 + BLOCK_N > N)" if partial else "(j0 + BLOCK_N > N)"
 
 

@@ -63,17 +63,23 @@ def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, 
     return 1 + (held + 2 * m * sum(_pieces(problem.D)) <= 227 * 1024)
 
 
-@functools.cache
-def _own_out(D: int, Dv: int) -> tuple[int, ...]:
-    """Widths of the pieces of the output that cannot be stored from where q was."""
-    q = {c.suffix: c.width for c in chunks(D)}
-    return tuple(c.width for c in chunks(Dv) if q.get(c.suffix) != c.width)
+@functools.lru_cache(maxsize=4096)
+def stores_directly(spec: AttentionSpec, problem: Problem, listed: bool) -> bool:
+    """As `hopper_forward.stores_directly`."""
+    return len(_pieces(problem.Dv)) > 1 and (QK in spec.score.leaves and any(map(ends, spec.score.loads)) or _told(spec, problem, listed) > 0)
 
 
-def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str], queries: int) -> list[tuple[int, int]]:
+def _staged_apart(problem: Problem, directly: bool) -> tuple[int, ...]:
+    """Widths of the pieces of the output that TMA stores, but not from where q was."""
+    q, v = _pieces(problem.D), _pieces(problem.Dv)
+    return tuple(w for n, w in enumerate(v[:1] if directly else v) if n >= len(q) or q[n] != w)
+
+
+def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str], queries: int,
+                   directly: bool = False) -> list[tuple[int, int]]:
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     found = _tiles(queries * m // ROWS, ROWS, q) + _tiles(stages, n, q) + _tiles(stages, n, v)
-    return found + _tiles(m // ROWS, ROWS, _own_out(problem.D, problem.Dv)) + _captured_tiles(spec, m, n, stages, tiled)
+    return found + _tiles(m // ROWS, ROWS, _staged_apart(problem, directly)) + _captured_tiles(spec, m, n, stages, tiled)
 
 
 def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False,
@@ -84,7 +90,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     tiled = tuple(tiled)
     if kernel == "forward":
         queries = q_tiles(spec, problem, m, n, stages, tiled)
-        found = _forward_tiles(spec, problem, m, n, stages, tiled, queries)
+        found = _forward_tiles(spec, problem, m, n, stages, tiled, queries, stores_directly(spec, problem, listed))
         if not is_counted(spec):
             return sum(size for size, _ in found) + vector_bytes(spec, m, n, stages) + 2048
         found += [(queries * m * _element(load), 16) for load in vectors(spec, "i")]
@@ -180,8 +186,9 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     """To the second warpgroup and the warp that copies, in bytes."""
     extents, pieces, v_pieces = problem.extents, len(_pieces(problem.D)), len(_pieces(problem.Dv))
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
-    maps = ADDRESS * 2 * (pieces + v_pieces)
-    rings = pieces * (q + k) + v_pieces * v + len(_own_out(problem.D, problem.Dv)) * out + 6 * _buffer(2)
+    directly = stores_directly(spec, problem, listed)
+    maps = ADDRESS * 2 * (pieces + v_pieces) + NUMBER * (1 + len(spec.axes)) * directly  # instead of a map for a piece of the output its address and strides
+    rings = pieces * (q + k) + v_pieces * v + len(_staged_apart(problem, directly)) * out + 6 * _buffer(2)
     first = visits_together(spec, tiled)  # how many batch indices there are
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
     host = by_host(spec, tiled, max(problem.D, problem.Dv))  # works out what is made of sizes, which is handed too, and always

@@ -85,7 +85,7 @@ def add_ends(site: Site, out: Writer, gradient: str, check: str = "") -> None:
 
 
 def store_ends(site: Site, out: Writer, slot: str) -> None:
-    slots = "late(slots, tile)" if site.one_pass and is_split(site) else "slots"
+    slots = "late(slots, tile)" if site.one_pass and (is_split(site) or len(site.qk_chunks) > 1) else "slots"
     for n, load in enumerate(summed(site)):
         factor = scaled(site, load)[1] * (left_out(site) if site.one_pass else 1.0)
         out.assign("end_slot", f"{ends_buffer(site, load)} + (tl.cast(z, tl.int64) * {slots} + {slot}) * 2")

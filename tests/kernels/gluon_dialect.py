@@ -73,6 +73,12 @@ def _split(x):
     return x[..., 0], x[..., 1]
 
 
+def _multiple_of(pointer: Pointer, values):
+    first = pointer.offset[..., :1] * pointer.flat.element_size()
+    assert not (first % values[-1]).any(), "rows do not begin where the compiler is told that they do"
+    return pointer
+
+
 def _pairwise(function):
     return lambda a, b: function(*torch.broadcast_tensors(*_alike(scalar(a), scalar(b))))
 
@@ -121,7 +127,7 @@ gl = _Language(
     load=_load, store=_store, atomic_add=_atomic(lambda a, b: a + b), atomic_xchg=_atomic(lambda a, b: b),
     convert_layout=lambda x, layout: x, join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1), split=_split,
     broadcast_to=lambda x, shape: torch.broadcast_to(scalar(x), [int(n) for n in shape]),
-    inline_asm_elementwise=_inline, warp_specialize=_specialize, allocate_shared_memory=_allocate,
+    multiple_of=_multiple_of, inline_asm_elementwise=_inline, warp_specialize=_specialize, allocate_shared_memory=_allocate,
     NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *a: None),
     **{name: lambda *a, **k: None for name in ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout",
                                                "DistributedLinearLayout")})

@@ -66,9 +66,14 @@ def test_rest_of_captured_tensors_by_tma(variant, kind, head, length):
 LISTED = [name for name in EVERY if spec(EVERY[name]).is_data_masked] + ["global"]
 
 
-@pytest.mark.parametrize("variant, head", [(v, (64, 128)[n % 2]) for n, v in enumerate(LISTED)] + [("documents", 64), ("documents", 128)])
+@pytest.mark.parametrize("variant, head", [(v, (64, 128)[n % 2]) for n, v in enumerate(LISTED)] + [("documents", 128), ("documents", 80)])
 def test_rest_of_lists(variant, head):
     check(variant, "self", "bfloat16", head, 300, listed=True)
+
+
+@pytest.mark.parametrize("variant, kind, head", [("ended", "gqa", 40), ("ended_dropout", "self", 88)])
+def test_rest_of_heads_in_pieces(variant, kind, head):
+    check(variant, kind, "bfloat16", head, 193)
 
 
 @pytest.mark.parametrize("variant, kind, head", [("softcap", "self", 64), ("causal", "gqa", 40)])

@@ -84,7 +84,8 @@ def test_strides_are_said_to_be_multiples_of_16_bytes_only_where_they_are(head, 
 
 @pytest.mark.parametrize("arch, head, variant, kind", thinned([
     ("sm_90", 88, "shared_bias", "self"), ("sm_80", 88, "shared_bias", "gqa"), ("sm_80", 72, "transposed_bias", "gqa"), ("sm_90", 72, "padded_bias", "gqa"),
-    ("sm_100", 104, "bias", "gqa"), ("sm_80", 88, "bias", "gqa"), ("sm_90", 120, "bias", "gqa"), ("sm_90", 160, "ended_dropout", "gqa")]))
+    ("sm_100", 104, "bias", "gqa"), ("sm_80", 88, "bias", "gqa"), ("sm_90", 120, "bias", "gqa"), ("sm_90", 160, "ended_dropout", "gqa"),
+    ("sm_90", 40, "bias", "gqa"), ("sm_90", 144, "ended_causal", "gqa")]))
 def test_heads_that_are_multiples_of_eight_build_without_spilling(arch, head, variant, kind):
     """Trained tensors, whose kernels go through batches: without 16 bytes at a time each element had an address in registers."""
     for report, plan in compile_all(spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4), BY_ARCH[arch]):
@@ -117,7 +118,7 @@ def hopper_kernel(name, s, p, needs):
     (64, "bool_mask", "self"), (128, "bool_mask", "self"), (128, "causal", "self"), (128, "documents", "self"), (64, "padding", "self"), (128, "lengths", "self"),
     (128, "alibi", "self"), (64, "bias", "self"), (128, "column_bias", "self"), (128, "two_reads", "self"), (64, "t5_table", "self"), (64, "ended", "gqa"),
     (64, "relative", "self"), (64, "ended_causal", "gqa"), (128, "ended_causal", "self"), (64, "ended_dropout", "self"), (128, "additive_mask", "self"), (64, "shared_bias", "gqa"),
-    (256, "dropout_padding", "gqa")]))
+    (256, "dropout_padding", "gqa"), (192, "documents", "gqa"), (40, "ended", "gqa"), (40, "ended_dropout", "self"), (256, "ended_dropout", "gqa")]))
 def test_hopper_forwards_of_lengths_that_no_tile_divides_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_forward", s, p, (False,) * (3 + len(s.aux)))
@@ -137,7 +138,8 @@ def test_hopper_backwards_of_lengths_that_no_tile_divides_do_not_spill(head, var
 
 
 @pytest.mark.parametrize("head, variant, kind", thinned([
-    (64, "ended", "self"), (64, "ended", "gqa"), (128, "ended", "gqa"), (64, "ended_dropout", "self"), (128, "ended_dropout", "self"), (128, "ended_dropout", "gqa")]))
+    (64, "ended", "self"), (64, "ended", "gqa"), (128, "ended", "gqa"), (64, "ended_dropout", "self"), (128, "ended_dropout", "self"), (128, "ended_dropout", "gqa"),
+    (88, "ended_dropout", "gqa"), (96, "ended_dropout", "self"), (96, "ended", "gqa")]))
 def test_gradients_of_tables_that_end_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_backward_keys", s, p, None)
