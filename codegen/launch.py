@@ -33,24 +33,25 @@ def _triton_host():
 
 
 def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, sizes: Sequence[int],
-            blocks: Lists | None = None):
+            blocks: Lists | None = None, key: tuple | None = None):
     """(out, lse) of one attention site.
 
     q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; leading extents follow `spec.axes`, 1 where an operand does not
     vary. sizes = extents of the axes, then `spec.sizes`. seed: one int64 element on the device when `spec.dropout`. blocks: the
-    mask's summary (`flashfx.codegen.blocks`), by which hidden tiles are skipped; results are the same without it.
+    mask's summary (`flashfx.codegen.blocks`), by which hidden tiles are skipped; results are the same without it. key: what calls
+    like this one are remembered by (`calls.key`).
     out (*extents, M, Dv) in v's dtype with the strides of `layout.output_strides`; lse (*extents, M), float32 (float64 for
     float64), natural logarithm, with empty rows marked as `torch_tiled` says. With N = 0 the output is 0, as a sum over
     nothing is in eager PyTorch. Raises PlanError if no tile fits the device.
     """
     if uses_triton(q, k, v):
-        return _triton_host().run_forward(spec, q, k, v, aux, seed, sizes, blocks)
+        return _triton_host().run_forward(spec, q, k, v, aux, seed, sizes, blocks, key)
     return torch_tiled.forward(spec, q, k, v, aux, seed, sizes, blocks=blocks)
 
 
 def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, out, lse,
              sizes: Sequence[int], needs: Sequence[bool],
-             grad_lse: torch.Tensor | None = None, blocks: Lists | None = None) -> list[torch.Tensor]:
+             grad_lse: torch.Tensor | None = None, blocks: Lists | None = None, key: tuple | None = None) -> list[torch.Tensor]:
     """Gradients of (q, k, v, *aux), each of its operand's shape and dtype, contiguous; an empty tensor where `needs` is False.
 
     Deterministic, but for dQ of the Hopper schedule, which is a sum in no fixed order unless `torch.use_deterministic_algorithms(True)`
@@ -60,5 +61,5 @@ def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor]
     if grad_lse is not None and differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:]))):
         raise PlanError("a gradient of the log-sum-exp beside gradients of captured tensors is not supported")
     if uses_triton(q, k, v):
-        return _triton_host().run_backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse, blocks)
+        return _triton_host().run_backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse, blocks, key)
     return torch_tiled.backward(spec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=grad_lse, blocks=blocks)

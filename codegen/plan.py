@@ -16,7 +16,7 @@ from ..compat import tf32_allowed
 from ..errors import PlanError
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
-from . import candidates, cost
+from . import calls, candidates, cost
 from .blocks import pays
 from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
 from .gpu import EXACT, GPU, units
@@ -136,11 +136,13 @@ def overridden(schedule: str | None = None, parts: int | None = None, packed: bo
         raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
     before = dict(OVERRIDE)
     OVERRIDE.update(tiles | {name: value for name, value in (("schedule", schedule), ("parts", parts), ("packed", packed)) if value is not None})
+    calls.forget()
     try:
         yield
     finally:
         OVERRIDE.clear()
         OVERRIDE.update(before)
+        calls.forget()
 
 
 def matmul_precision(problem: Problem, gpu: GPU) -> str:

@@ -136,7 +136,7 @@ class Recording(TorchDispatchMode):
                     launch = None
                     break
                 used.append(self._slot(arg.base))
-                flat += [f"{self._name(_Maps(arg, metadata))}[t{used[-1]}]", *map(self._name, compat.expanded_descriptor(arg, metadata)[1:])]
+                flat += [f"{self._name(_Maps(arg, metadata))}[t{used[-1]}.data_ptr()]", *map(self._name, compat.expanded_descriptor(arg, metadata)[1:])]
             else:
                 flat.append(self._name(arg))
         if launch is None:
@@ -157,7 +157,8 @@ class Recording(TorchDispatchMode):
         for at, (line, _) in enumerate(self.steps):
             dead = [f"t{slot}" for slot, end in last.items() if end == at and slot not in kept]
             lines += [line, *([f"del {', '.join(dead)}"] if dead else [])]  # memory is free for the steps that follow
-        lines.append(f"return [{', '.join('None' if slot is None else f't{slot}' for slot in wanted)}]")
+        returned = "".join("None, " if slot is None else f"t{slot}, " for slot in wanted)
+        lines.append(f"return [{returned}]" if isinstance(results, list) else f"return ({returned})")
         text = f"def again({', '.join(f't{n}' for n in range(self.operands))}):\n    " + "\n    ".join(lines)
         names = {"get_stream": torch._C._cuda_getCurrentRawStream, **self.names}
         exec(text, names)
@@ -171,14 +172,17 @@ class _Maps(dict):
         self.template, self.metadata = copy.copy(descriptor), metadata
         self.template.base = None
 
-    def __getitem__(self, tensor: torch.Tensor):
-        found = self.get(tensor.data_ptr())
-        return self._made(tensor) if found is None else found
-
-    def _made(self, tensor: torch.Tensor):
+    def __missing__(self, address: int):
         if len(self) >= 256:
             self.clear()
         own = copy.copy(self.template)
-        own.base = tensor
-        found = self[tensor.data_ptr()] = compat.expanded_descriptor(own, self.metadata)[0]
+        own.base = _At(address)
+        found = self[address] = compat.expanded_descriptor(own, self.metadata)[0]
         return found
+
+
+class _At(int):
+    """An address, where a tensor is asked for."""
+
+    def data_ptr(self) -> int:
+        return int(self)

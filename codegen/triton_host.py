@@ -11,14 +11,13 @@ from .. import compat
 from ..errors import PlanError
 from ..region import Problem
 from ..spec import AttentionSpec
-from . import gpu, plan
+from . import calls, gpu, plan
 from .descriptors import describable
 from .layout import empty_lse, empty_output
 from .load import load
 from .render import WHOLE, blocks_module, render
-from .replay import Recording, watch_launches
+from .replay import watch_launches
 
-_CALLS: dict[tuple, "_Call"] = {}
 _MODULES: dict[tuple, object] = {}
 
 
@@ -62,50 +61,6 @@ def _check(spec: AttentionSpec, aux: Sequence[torch.Tensor]) -> None:
             raise PlanError(f"{a.name} has {t.numel()} elements and is read at computed positions, which are 32-bit in the kernels")
 
 
-def _key(spec, sizes, operands) -> tuple:
-    """What a call's work depends on beside its tensors' contents and addresses."""
-    q, _, v, *_ = operands
-    key = [spec, *sizes, q.device, torch.are_deterministic_algorithms_enabled(), len(plan.PINNED), *plan.OVERRIDE.items()]
-    for t in operands:
-        if t is None:
-            key.append(None)
-        else:
-            key += (t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
-    if torch.float32 in (q.dtype, v.dtype):
-        key.append(compat.tf32_allowed())
-    return tuple(key)
-
-
-class _Call:
-    """All calls with one key. The first is recorded (on a GPU), the others replay it if that can be done."""
-
-    def __init__(self, run: Callable):
-        self.run, self.again = run, None
-
-    def __call__(self, operands: Sequence[torch.Tensor | None]):
-        device = operands[0].device
-        if device.type != "cuda":
-            return self.run(*operands)
-        if self.again is not None and device.index == torch._C._cuda_getDevice() and not compat.launch_hooked():
-            return self.again(*operands)
-        with torch.cuda.device(device):  # kernels launch on the current device
-            if self.again is not None and not compat.launch_hooked():
-                return self.again(*operands)
-            with Recording(operands) as recording:
-                results = self.run(*operands)
-            self.again = recording.replay(results) or self.run
-        return results
-
-
-def _call(key: tuple, make: Callable[[], Callable]) -> _Call:
-    found = _CALLS.get(key)
-    if found is None:
-        if len(_CALLS) >= 4096:  # dynamic shapes must not fill the memory
-            _CALLS.clear()
-        found = _CALLS[key] = _Call(make())
-    return found
-
-
 def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
     operands = [("q", q), ("k", k), ("v", v)]
     return (all(describable(t, [not present for present in spec.present(name)]) for name, t in operands)
@@ -117,11 +72,11 @@ def _tiled(spec: AttentionSpec, aux) -> list[str]:
     return [a.name for a, t in zip(spec.aux, aux) if t.element_size() == 2 and t.dim() > 1 and describable(t)]
 
 
-def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None):
-    """`launch.forward` on a GPU or in Triton's interpreter."""
+def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, key: tuple | None = None):
+    """`launch.forward` on a GPU or in Triton's interpreter. key: as `calls.key` makes one, of the spec and sizes if not given."""
     operands = (q, k, v, seed, *(blocks or (None, None)), *aux)
     make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes), blocks is not None)
-    return tuple(_call(_key(spec, sizes, operands), make)(operands))
+    return calls.remembered(key or calls.key((spec, *sizes), operands), make)(operands)
 
 
 def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool) -> Callable:
@@ -129,17 +84,18 @@ def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool) -> Callable
     problem = problem_of(spec, q, k, v, sizes)
     _check(spec, aux)
     if math.prod(problem.extents) * problem.M * problem.N == 0:  # no keys, or no output at all
-        return lambda q, k, v, *_: [empty_output(problem.extents, problem.M, v).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf)]
+        return lambda q, k, v, *_: (empty_output(problem.extents, problem.M, v).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf))
     module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed, _tiled(spec, aux))
     given = lambda *blocks: (blocks,) if listed else ()
-    return lambda q, k, v, seed, rows, keys, *aux: list(module.forward(q, k, v, aux, seed, sizes, *given(rows, keys)))
+    return lambda q, k, v, seed, rows, keys, *aux: module.forward(q, k, v, aux, seed, sizes, *given(rows, keys))
 
 
 def run_block_lists(mask: AttentionSpec, aux, sizes, like: torch.Tensor):
     """`blocks.block_lists` on a GPU or in Triton's interpreter."""
     operands = (like, *aux)
     layout = [(t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in aux]
-    return tuple(_call((mask, "lists", *layout, like.device, *sizes), functools.partial(_block_lists, mask, tuple(sizes), like.device))(operands))
+    make = functools.partial(_block_lists, mask, tuple(sizes), like.device)
+    return calls.remembered((mask, "lists", *layout, like.device, *sizes), make)(operands)
 
 
 def _block_lists(mask: AttentionSpec, sizes, device) -> Callable:
@@ -148,15 +104,15 @@ def _block_lists(mask: AttentionSpec, sizes, device) -> Callable:
         compat.repair_interpreter()
     module = blocks_module(mask)
     watch_launches(module)
-    return lambda like, *aux: list(module.block_lists(aux, sizes, device))
+    return lambda like, *aux: module.block_lists(aux, sizes, device)
 
 
-def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None, blocks=None):
-    """`launch.backward` on a GPU or in Triton's interpreter."""
+def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None, blocks=None, key: tuple | None = None):
+    """`launch.backward` on a GPU or in Triton's interpreter. key: as `run_forward`'s."""
     operands = (q, k, v, seed, grad_out, out, lse, grad_lse, *(blocks or (None, None)), *aux)
     needs = tuple(map(bool, needs))
     make = functools.partial(_backward, spec, grad_out, q, k, v, aux, tuple(sizes), needs, blocks is not None)
-    return _call((needs, *_key(spec, sizes, operands)), make)(operands)
+    return calls.remembered(key or calls.key((spec, *sizes, *needs), operands), make)(operands)
 
 
 def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs, listed: bool) -> Callable:

@@ -18,6 +18,7 @@ import torch
 
 from ..region import Problem
 from ..spec import AttentionSpec
+from . import calls
 from . import plan as planning
 from .candidates import ask, ranked, representative
 from .gpu import GPU
@@ -53,6 +54,7 @@ def pin(spec: str | AttentionSpec, direction: str, schedule: str, **tiles: Seque
     with overridden(schedule=schedule, **{kernel: tuple(t) for kernel, t in tiles.items()}):
         pass
     planning.PINNED[spec, direction] = {"schedule": schedule, **{kernel: tuple(t) for kernel, t in tiles.items()}}
+    calls.forget()
 
 
 def tune(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device, directions: Sequence[str], say: Callable[[str], None] | None = None, **given) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashfx.codegen import gpu, triton_host
+from flashfx.codegen import calls, gpu, triton_host
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
@@ -33,7 +33,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(hopper, "interpreting", lambda: False)
     monkeypatch.setattr(triton_host, "load", gluon_dialect.load)
     monkeypatch.setattr(triton_host, "_MODULES", {})
-    monkeypatch.setattr(triton_host, "_CALLS", {})
+    monkeypatch.setattr(calls, "CALLS", {})
     monkeypatch.setattr(gluon_simulator, "SEED", [0])
     with overridden(schedule="hopper"):
         yield
