@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...expr import QK, Const, Expr, Load
+from ...expr import QK, Const, Expr, Load, walk
 from ...spec import EmptyRow
 from ..derivative import partial as derivative
 from ..factors import split_factor
@@ -153,7 +153,7 @@ class Body:
         if rest == Const(1.0):
             return factor
         text = f"{factor} * {self.program.tile(rest)}"
-        finite = not any(_unbounded(x) for x in _nodes(rest)) and not (hidden and self.site.raw in _nodes(rest))
+        finite = not any(_unbounded(x) for x in walk(rest)) and not (hidden and self.site.raw in walk(rest))
         return text if finite else f"tl.where({weight} != 0.0, {text}, 0.0)"
 
 
@@ -161,12 +161,6 @@ def _unbounded(e: Expr) -> bool:
     """May a value be infinite or NaN where its arguments are not?"""
     op = getattr(e, "op", "")
     return op in ("log", "reciprocal", "rsqrt", "sqrt") or op == "truediv" and not isinstance(e.args[1], Const)
-
-
-def _nodes(e: Expr):
-    yield e
-    for a in e.args_():
-        yield from _nodes(a)
 
 
 def row_pointers(out: Writer) -> None:

@@ -5,7 +5,7 @@ and Sizov 2023). Each takes its part of the tiles of every loop and leaves its r
 """
 from __future__ import annotations
 
-from ...expr import QK, Expr, Var
+from ...expr import QK, Expr, Var, walk
 from ...spec import EmptyRow
 from ..listed import loops as loops_over
 from ..loops import Loop
@@ -22,13 +22,7 @@ PARTIAL = {"PartMax": "part_max", "PartSum": "part_sum", "PartOut": "part_out"}
 
 def is_finite(e: Expr) -> bool:
     """Can the raw score not be -inf for finite operands? Then a row that has seen a full tile has a finite maximum."""
-    return not e.loads and not any(getattr(x, "op", "") in ("log", "log2", "log1p", "truediv", "reciprocal") for x in _nodes(e))
-
-
-def _nodes(e: Expr):
-    yield e
-    for a in e.args_():
-        yield from _nodes(a)
+    return not e.loads and not any(getattr(x, "op", "") in ("log", "log2", "log1p", "truediv", "reciprocal") for x in walk(e))
 
 
 def heavy_last(hi: Expr) -> bool:

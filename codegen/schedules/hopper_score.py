@@ -1,7 +1,7 @@
 """Of the Hopper backward: the weights of a tile from its products, and the gradient of its scores."""
 from __future__ import annotations
 
-from ...expr import QK, Call, Const, Expr, Load
+from ...expr import QK, Call, Const, Expr, Load, walk
 from ...spec import EmptyRow
 from ..captured import ends
 from ..parts import LOG2E, Site, tiles_name
@@ -40,6 +40,15 @@ def _is_of(e: Expr, x: Expr) -> bool:
     return e == x or not {"i", "j"} & e.variables or isinstance(e, Call) and all(_is_of(a, x) for a in e.args)
 
 
+FLAT = 1e-12
+"""What a score counts for in a row that averages v and keeps its scores for their slopes: nothing, while one that is hidden, of -1e15, still is."""
+
+
+def averages_by_score(site: Site) -> bool:
+    """Do rows that average v pass a gradient on to their scores, by a slope that is of the score? Then no constant may take its place."""
+    return site.averages and site.spec.empty_row is EmptyRow.MEAN_ADD and site.raw in walk(scaled(site, QK)[0])
+
+
 def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps: int) -> None:
     """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout."""
     spec, program = site.spec, body.program
@@ -73,18 +82,21 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
 
     early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
     squared = degree(wanted[0], site.raw) <= 2 and site.factor > 1e-6  # then 0 * slope is 0 with a finite score, and no weight needs a second look
+    hidden = early and bool(partial) and not squared  # may the score be -inf?
+    rate, flat = repr(site.factor * LOG2E), early and averages_by_score(site)
     if early:
-        hide("-1e15" if squared else "float('-inf')", name, "0.0")  # exp2(0 - log2(keys)) = 1 / keys
+        hide("-1e15" if squared else "float('-inf')", name, name if flat else "0.0")  # exp2(0 - log2(keys)) = 1 / keys
         program.body.names[site.raw] = name
-    exponent = f"{name} * {site.factor * LOG2E!r} - {body.across(from_ring('lse2_ring'))}"
+    if flat:
+        rate = body.across(f"tl.where({from_ring('mean_ring')} > 0.0, {FLAT}, {rate})")
+    exponent = f"{name} * {rate} - {body.across(from_ring('lse2_ring'))}"
     if by_halves(site):
-        hidden = early and bool(partial) and not squared
         return _halves(site, body, out, name, exponent, hidden, rows, warps)
     out.assign("p", f"tl.exp2({exponent})")
     if not early:
         hide("0.0", "p", body.across(from_ring("mean_ring")))
     late = program.dims(wanted[0]) != {"i", "j"}
-    rest = "p" if late else body.times(wanted[0], "p", early and bool(partial) and not squared)
+    rest = "p" if late else body.times(wanted[0], "p", hidden)
     out.assign("slope", rest, "d score / d qk now, so that one tile waits for dP and not two" if rest != "p" else "")
     if spec.dropout:
         out.assign("bits", _bits(site, rows, warps))

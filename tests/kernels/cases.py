@@ -58,6 +58,7 @@ MORE = {
     "additive_left_padding": Variant(("pad: bool[2]",), where="(j <= i) & pad[b, j]", empty="mean, additive over j <= i"),
     "dropout": Variant(where="j <= i", drop="0.25"),
     "dropout_padding": Variant(("pad: bool[2]",), where="pad[b, j] & (j <= i)", empty="mean, additive", drop="0.1"),
+    "padded_softcap": Variant(("pad: bool[2]",), score="tanh(qk * 0.125 / 3.0) * 3.0", where="pad[b, j] & (j <= i)", empty="mean, additive"),
 }
 
 KINDS = {"self": "(b, h), (b, h)", "cross": "(b, h), (b, h)", "gqa": "(b, h, g), (b, h)"}

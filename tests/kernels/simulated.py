@@ -76,6 +76,11 @@ def test_rest_of_heads_in_pieces(variant, kind, head):
     check(variant, kind, "bfloat16", head, 193)
 
 
+@pytest.mark.parametrize("kind, head", [("self", 128), ("gqa", 64)])
+def test_rest_of_rows_that_average_and_keep_the_slopes_of_their_scores(kind, head):
+    check("padded_softcap", kind, "float16", head, 37)
+
+
 @pytest.mark.parametrize("variant, kind, head", [("softcap", "self", 64), ("causal", "gqa", 40)])
 def test_rest_of_three_warpgroups(variant, kind, head):
     with overridden(forward=(192, 128, 12, 2), schedule="hopper"):
