@@ -95,11 +95,11 @@ def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
 
 def forward_function(site: Site, found: dict[str, Kernel]) -> str:
     out = Writer()
-    with out.block(f"def forward(q, k, v, aux, seed, sizes{', blocks=None' if site.listed else ''}):"):
+    with out.block(f"def forward(q, k, v, aux, seed, sizes{', blocks=None' if site.listed else ''}, outer=1):"):
         out.line('"""(out, lse), as flashfx.codegen.launch.forward."""')
         _unpack(site, out)
         extents = _shape(extent(a) for a in site.spec.axes)
-        out.line(f"out, lse = empty_output({extents}, M, v), empty_lse({extents}, M, v)")
+        out.line(f"out, lse = empty_output({extents}, M, v, outer), empty_lse({extents}, M, v)")
         grid = _grid("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
         if site.warpgroups and hopper_forward.is_uneven(site):
             out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles programs took beside their first")

@@ -33,7 +33,7 @@ def _triton_host():
 
 
 def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, sizes: Sequence[int],
-            blocks: Lists | None = None, key: tuple | None = None):
+            blocks: Lists | None = None, outer: int = 1, key: tuple | None = None):
     """(out, lse) of one attention site.
 
     q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; leading extents follow `spec.axes`, 1 where an operand does not
@@ -45,8 +45,8 @@ def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: tor
     nothing is in eager PyTorch. Raises PlanError if no tile fits the device.
     """
     if uses_triton(q, k, v):
-        return _triton_host().run_forward(spec, q, k, v, aux, seed, sizes, blocks, key)
-    return torch_tiled.forward(spec, q, k, v, aux, seed, sizes, blocks=blocks)
+        return _triton_host().run_forward(spec, q, k, v, aux, seed, sizes, blocks, outer, key)
+    return torch_tiled.forward(spec, q, k, v, aux, seed, sizes, blocks=blocks, outer=outer)
 
 
 def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, out, lse,

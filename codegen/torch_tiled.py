@@ -107,10 +107,10 @@ class _Site:
         return self.spec.is_masked and self.spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
 
 
-def forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, tiles: tuple[int, int] | None = None, blocks=None):
+def forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, tiles: tuple[int, int] | None = None, blocks=None, outer: int = 1):
     """(out, lse) as `flashfx.codegen.launch.forward`; `tiles` overrides the tile of (rows, columns)."""
     site = _Site(spec, q, k, v, aux, seed, sizes, tiles, blocks)
-    out, lse = empty_output(site.extents, site.M, v), empty_lse(site.extents, site.M, v)
+    out, lse = empty_output(site.extents, site.M, v, outer), empty_lse(site.extents, site.M, v)
     if site.is_empty:
         return out.zero_(), lse.fill_(-math.inf)
     keep_scale = kept_scale(spec.dropout)

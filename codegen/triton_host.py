@@ -72,22 +72,22 @@ def _tiled(spec: AttentionSpec, aux) -> list[str]:
     return [a.name for a, t in zip(spec.aux, aux) if t.element_size() == 2 and t.dim() > 1 and describable(t)]
 
 
-def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, key: tuple | None = None):
-    """`launch.forward` on a GPU or in Triton's interpreter. key: as `calls.key` makes one, of the spec and sizes if not given."""
+def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, outer: int = 1, key: tuple | None = None):
+    """`launch.forward` on a GPU or in Triton's interpreter. key: as `calls.key` makes one, of the spec, sizes and layout if not given."""
     operands = (q, k, v, seed, *(blocks or (None, None)), *aux)
-    make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes), blocks is not None)
-    return calls.remembered(key or calls.key((spec, *sizes), operands), make)(operands)
+    make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes), blocks is not None, outer)
+    return calls.remembered(key or calls.key((spec, *sizes, outer), operands), make)(operands)
 
 
-def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool) -> Callable:
+def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool, outer: bool) -> Callable:
     """The function of (q, k, v, seed, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     _check(spec, aux)
     if math.prod(problem.extents) * problem.M * problem.N == 0:  # no keys, or no output at all
-        return lambda q, k, v, *_: (empty_output(problem.extents, problem.M, v).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf))
+        return lambda q, k, v, *_: (empty_output(problem.extents, problem.M, v, outer).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf))
     module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed, _tiled(spec, aux))
     given = lambda *blocks: (blocks,) if listed else ()
-    return lambda q, k, v, seed, rows, keys, *aux: module.forward(q, k, v, aux, seed, sizes, *given(rows, keys))
+    return lambda q, k, v, seed, rows, keys, *aux: module.forward(q, k, v, aux, seed, sizes, *given(rows, keys), outer=outer)
 
 
 def run_block_lists(mask: AttentionSpec, aux, sizes, like: torch.Tensor):

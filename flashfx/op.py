@@ -1,6 +1,6 @@
 """The op pair that the rewritten graph calls. It carries its whole meaning in its arguments: no registry, no id.
 
-    flashfx::attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks) -> (out, lse)
+    flashfx::attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, outer) -> (out, lse)
     flashfx::attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks)
         -> gradients of q, k, v, *aux
     flashfx::block_lists(like, aux, sizes, mask) -> (row_blocks, key_blocks)
@@ -23,7 +23,7 @@ from .spec import AttentionSpec
 
 _library = torch.library.Library("flashfx", "DEF")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] sizes, str spec, "
-                "Tensor? row_blocks, Tensor? key_blocks) -> (Tensor, Tensor)")
+                "Tensor? row_blocks, Tensor? key_blocks, int outer) -> (Tensor, Tensor)")
 _library.define("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, Tensor out, "
                 "Tensor lse, SymInt[] sizes, str spec, bool[] needs, Tensor? row_blocks, Tensor? key_blocks) -> Tensor[]")
 _library.define("block_lists(Tensor like, Tensor[] aux, SymInt[] sizes, str mask) -> (Tensor, Tensor)")
@@ -45,15 +45,15 @@ def _lists(row_blocks, key_blocks):
     return None if row_blocks is None or key_blocks is None else (row_blocks, key_blocks)
 
 
-def attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks):
+def attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, outer):
     key = None
     if q.is_cuda:  # calls like one before need nothing of what follows: of a call's host time that is a quarter
         operands = (q, k, v, seed, row_blocks, key_blocks, *aux)
-        key = calls.key((spec, *sizes), operands)
+        key = calls.key((spec, *sizes, outer), operands)
         if key in calls.CALLS:
             return calls.CALLS[key](operands)
     parsed, owners = _parsed(spec)
-    return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes], _lists(row_blocks, key_blocks), key)
+    return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes], _lists(row_blocks, key_blocks), outer, key)
 
 
 def attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks):
@@ -78,9 +78,9 @@ _library.impl("block_lists", block_lists, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("flashfx::attention", lib=_library)
-def _attention_fake(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks):
+def _attention_fake(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, outer):
     extents, M, Dv = _extents(_parsed(spec)[1], q, k, v), q.shape[-2], v.shape[-1]
-    out = v.new_empty_strided((*extents, M, Dv), output_strides(extents, M, Dv))
+    out = v.new_empty_strided((*extents, M, Dv), output_strides(extents, M, Dv, outer))
     lse_dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     return out, q.new_empty((*extents, M), dtype=lse_dtype)
 
@@ -96,7 +96,7 @@ def _block_lists_fake(like, aux, sizes, mask):
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks = inputs
+    q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, _ = inputs
     out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, seed, out, lse, row_blocks, key_blocks, *aux)
@@ -132,7 +132,7 @@ def _gradients(ctx, grad_out, grad_lse):
     grads = _Once.apply(compute, grad_out, grad_lse, q, k, v, *aux) if recorded else compute()
     given = [g if need else None for g, need in zip(grads, needs)]  # the tree of the inputs, lists included
     # PyTorch takes an empty list for a list of tensors, a list of ints for one leaf
-    return given[0], given[1], given[2], given[3:], None, None if ctx.sizes else [], None, None, None
+    return given[0], given[1], given[2], given[3:], None, None if ctx.sizes else [], None, None, None, None
 
 
 torch.library.register_autograd("flashfx::attention", _gradients, setup_context=_setup, lib=_library)

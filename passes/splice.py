@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flashfx.spec import MEAN_ROW
 
 from .behind import move
 from .emit import Emitter, follow_views
 from .find import Site, carries
+from .index import same, size
 from .lift import Lifted
 from .rules import PRODUCTS
 from .softmax import softmax_of
@@ -133,13 +135,29 @@ def _attention(emit: Emitter, site: Site, lifted: Lifted, seeds: dict, summaries
             seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
         seed = seeds[lifted.random]
     blocks = (None, None) if summaries is None else _summary(emit, lifted, aux, summaries)
-    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, lifted.spec.line, *blocks)
+    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, lifted.spec.line, *blocks, _outer(emit, site, lifted, q))
     out = emit.call(operator.getitem, op, 0)
     if lifted.sink is not None:
         out = _with_sink(emit, op, out, emit.operand(lifted.sink)[0], lifted.v[0].value.dtype)
     if changed:
         out = emit.call(torch.ops.aten.clone.default, out)
     return _Output(emit, site, lifted, op, out, [*lifted.dims, "i", "e"])
+
+
+def _outer(emit: Emitter, site: Site, lifted: Lifted, q: fx.Node) -> int:
+    """How many axes lie outside of the output's rows (`codegen/layout.py`). before -> after: (B, H, M, D) -> 1; (1, H, M, D), whose batch is no axis -> 0;
+    returned with its rows behind the heads, of a q that is so in memory too -> all."""
+    vg = emit.vg
+    stored = q.meta["example_value"]
+    if all(statically_known_true(stride >= stored.stride(-2)) for extent, stride in zip(stored.shape[:-2], stored.stride()) if not same(size(extent), 1)):
+        held = [vg.timeline[n][-1][1] for n in emit.gm.graph.output_node().all_input_nodes if vg.timeline.get(n)]
+        views = [follow_views(value, site.out, lifted.out_dims, lifted.extents) for value in held]
+        wanted = [n for n in (*lifted.dims, "i", "e") if not same(lifted.extents[n], 1)]
+        if any(dims is not None and [n for group in dims for n in group] == wanted for dims in views):
+            return len(lifted.dims)
+    example = site.out.owner.meta.get("example_value")
+    alone = isinstance(example, torch.Tensor) and example.dim() > 3 and same(size(example.shape[0]), 1)
+    return 0 if alone and not any(same(lifted.extents[n], 1) for n in lifted.dims[:1]) else 1
 
 
 def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:

@@ -7,6 +7,8 @@ from torch._inductor.utils import run_and_get_code
 
 import flashfx  # noqa: F401
 
+from .test_backend import Counting
+
 
 def attention(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
@@ -36,5 +38,25 @@ def test_generated_code_calls_our_functions(leaves):
 def test_the_ops_called_by_themselves_keep_autograd(leaves):
     text = ("attention[b, h, i, j]; given bias: float[3]; qk = q[b, h, i] . k[b, h, j]; score = qk * 0.25 + bias[h, i, j]; "
             "out = softmax_j(score) . v[b, h, j]")
-    op = lambda q, k, v, bias: torch.ops.flashfx.attention(q, k, v, [bias], None, [], text, None, None)[0]
+    op = lambda q, k, v, bias: torch.ops.flashfx.attention(q, k, v, [bias], None, [], text, None, None, 1)[0]
     torch.testing.assert_close(both(op, leaves), both(attention, leaves))
+
+
+@pytest.mark.parametrize("rows_first, joined, outer", [(False, False, 2), (True, False, 1), (False, True, 1)])
+@pytest.mark.parametrize("batch, dynamic", [(2, False), (1, False), (2, True)])
+def test_an_output_lies_as_it_is_read(rows_first, joined, outer, batch, dynamic):
+    """Rows outside of the heads, which the graph joins; heads outside where it returns them so: the gradient comes in that layout, and is not copied."""
+    def function(q, k, v):
+        if rows_first:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = (q @ k.mT * 0.25).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2) if joined else out
+
+    torch._dynamo.reset()
+    backend = Counting("aot_eager")
+    q, k, v = (torch.randn(batch, *((10, 3) if rows_first else (3, 10)), 16, requires_grad=True) for _ in range(3))
+    out = torch.compile(function, backend=backend, dynamic=dynamic)(q, k, v)
+    torch.testing.assert_close(out, function(q, k, v))
+    seen = [n.args[-1] for gm in backend.graphs for n in gm.graph.nodes if n.target is torch.ops.flashfx.attention.default]
+    assert seen == [outer - (batch == 1)]  # a batch of one is no axis
+    assert (out.transpose(1, 2) if rows_first else out).is_contiguous()

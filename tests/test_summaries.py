@@ -119,7 +119,7 @@ def test_sites_share_one_summary(name, summaries, sites, dynamic):
     gm = rewritten(fn, *operands(), mask, dynamic=dynamic)
     assert len(calls(gm, "block_lists")) == summaries and len(calls(gm, "attention")) == sites
     for node in calls(gm, "attention"):
-        lists = [n.args[0] for n in node.args[-2:]]
+        lists = [n.args[0] for n in node.args[7:9]]
         assert lists == [calls(gm, "block_lists")[0]] * 2
 
 

@@ -8,6 +8,7 @@ import torch
 from flashfx.codegen import launch
 from flashfx.codegen.blocks import lists_for
 from flashfx.codegen.derivative import partial
+from flashfx.codegen.layout import output_strides
 from flashfx.codegen.selfcheck import inputs, kept
 from flashfx.codegen.torch_tiled import MEAN_ROW
 from flashfx.expr import QK
@@ -63,7 +64,8 @@ def rising(operands, most: float):
 
 def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 0, operands=None, gradients: bool = True,
         listed: bool = False) -> Run:
-    """Forward and every gradient; `listed`: with the mask's run-time summary, as the rewritten graph gives it. Rows that are NaN in the exact output are left out of the loss."""
+    """Forward and every gradient; `listed`: with the mask's run-time summary, as the rewritten graph gives it. How many axes lie outside of
+    the output's rows goes by the length. Rows that are NaN in the exact output are left out of the loss."""
     q, k, v, aux, dropout_seed, sizes = operands or inputs(spec, problem, device, seed)
     keep = kept(spec, problem, dropout_seed, device)
     names = ("q", "k", "v", *(a.name for a in spec.aux))
@@ -85,8 +87,10 @@ def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 
     out, exact = compute(torch.float64)
     eager_out, eager = compute(None)
     lists = lists_for(spec, aux, sizes, q, k) if listed else None
-    result.actual["out"], lse = launch.forward(spec, q, k, v, aux, dropout_seed, sizes, lists)
+    outer = problem.M % (1 + len(problem.extents))
+    result.actual["out"], lse = launch.forward(spec, q, k, v, aux, dropout_seed, sizes, lists, outer)
     result.exact["out"], result.eager["out"] = out, eager_out.to(v.dtype)
+    assert result.actual["out"].stride() == output_strides(problem.extents, problem.M, problem.Dv, outer)
     assert lse.shape == shape[:-1] and lse.is_contiguous()
     if gradients:
         result.scale = cancelling(spec, q, k, v, aux, sizes, grad_out, lse)

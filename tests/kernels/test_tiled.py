@@ -96,6 +96,7 @@ def test_output_layout():
     out = layout.empty_output((2, 3), 11, v)
     assert out.shape == (2, 3, 11, 5) and out.transpose(1, 2).is_contiguous()
     assert layout.empty_output((4,), 11, v).is_contiguous() and layout.empty_output((), 11, v).shape == (11, 5)
+    assert layout.empty_output((2, 3), 11, v, 2).is_contiguous() and layout.empty_output((2, 3), 11, v, 0).permute(2, 0, 1, 3).is_contiguous()
     five = layout.empty_output((2, 3, 4), 11, v)
     assert five.permute(0, 3, 1, 2, 4).is_contiguous()
 
