@@ -11,7 +11,7 @@ from .replay import Recording
 CALLS: dict[tuple, Call] = {}
 
 
-def key(what: tuple, operands: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+def key(what: tuple, operands: Sequence[torch.Tensor | None]) -> tuple:
     """What a call's work depends on beside its tensors' contents and addresses. what: the spec and all that is given with it; operands: q, k, v and more."""
     q, _, v, *_ = operands
     found = [what, q.device, torch.are_deterministic_algorithms_enabled()]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashfx.codegen import calls, gpu, triton_host
+from flashfx import op
+from flashfx.codegen import calls, gpu, launch, triton_host
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
@@ -227,3 +228,24 @@ def test_rest_of_errors_that_are_found(head, variant, line, monkeypatch):
             s, p = spec(EVERY[variant]), problem("self", head, "bfloat16", M=400, batch=1)
             run(s, p).within_budget()
     assert any(broken)
+
+
+def test_rest_of_calls_of_the_op_that_are_alike():
+    """The second finds what the first worked out, by the spec's text; another layout, length or need does not."""
+    s = spec(CORE["padding"])
+
+    def both(length: int, outer: int, needs: list[bool], seed: int) -> int:
+        q, k, v, aux, _, sizes = inputs(s, problem(M=length, dtype="float16", D=64), seed=seed)
+        out, lse = op.attention(q, k, v, aux, None, [], s.line, None, None, outer)
+        found = op.attention_backward(out, None, q, k, v, aux, None, out, lse, [], s.line, needs, None, None)
+        expected, _ = launch.forward(s, q, k, v, aux, None, sizes, outer=outer)
+        assert torch.equal(out, expected) and out.stride() == expected.stride()
+        every = launch.backward(s, out, q, k, v, aux, None, out, lse, sizes, needs)
+        assert len(found) == len(every) == 4 and all(torch.equal(a, b) for a, b in zip(found, every))
+        return len(calls.CALLS)
+
+    every = [True] * 3 + [False]
+    known = [both(37, 1, every, 0), both(37, 1, every, 1), both(37, 2, every, 2), both(40, 1, every, 3), both(37, 1, [True, False, True, False], 4)]
+    assert known == [4, 4, 8, 12, 14]  # a call is known by the text and by the spec, forward and backward
+    calls.forget()
+    assert both(37, 1, every, 0) == 4
