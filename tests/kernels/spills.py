@@ -1,7 +1,7 @@
-"""What kernels of the tests' specs spill: `python -m tests.kernels.spills sm_80:triton:dropout_padding:gqa:72:1000 …`, on any machine.
+"""What kernels of the tests' specs spill, and where the assembler runs asynchronous products one by one for want of registers: `python -m tests.kernels.spills sm_80:triton:dropout_padding:gqa:72:1000 …`, on any machine.
 
 A point is arch:schedule:variant:kind:head:length[:dtype]; schedule may be "" (the planned one), and each of the first five and the length a list with commas.
-Captured tensors get gradients with --trained; --tiles keys=32,64,8,1 takes other tiles than the planned. A line per kernel that spills (all with --all), then the number of kernels.
+Captured tensors get gradients with --trained; --tiles keys=32,64,8,1 takes other tiles than the planned. A line per kernel that does (all with --all), then the number of kernels.
 """
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def main() -> int:
     for point in args.points:
         for name, reports in survey(point, args.trained, tiles):
             for report, plan in reports:
-                found, wrong = found + 1, report.spilled or report.shallow
+                found, wrong = found + 1, report.spilled or report.shallow or report.serialised
                 bad += bool(wrong)
                 if wrong or args.all:
                     what = "" if plan is None else f"{plan.schedule} {plan.BLOCK_M}x{plan.BLOCK_N} {plan.num_warps} warps {plan.num_stages} stages"
                     print(f"{name} {report.kernel} {what}: {report.spilled} bytes, {report.registers} registers, {report.shared} shared"
-                          f"{', shallow' * report.shallow}{f', instead {dict(report.instead)}' if report.instead else ''}", flush=True)
-    print(f"{found} kernels, {bad} spill")
+                          f"{', shallow' * report.shallow}{', products one by one' * report.serialised}{f', instead {dict(report.instead)}' if report.instead else ''}", flush=True)
+    print(f"{found} kernels, {bad} spill or wait")
     return bad > 0
 
 
