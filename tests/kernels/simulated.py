@@ -18,6 +18,7 @@ from flashfx.codegen.selfcheck import inputs
 from . import gluon_dialect, gluon_simulator
 from .cases import CORE, IDS, KINDS, MORE, problem, spec
 from .gluon_simulator import Deadlock, Race
+from .random_spec import draw
 from .run import rising, run
 
 CARD = replace(BY_NAME["H200"], sms=3)
@@ -56,6 +57,15 @@ def test_cases(variant, kind, dtype, head, length):
 @pytest.mark.parametrize("variant, kind, dtype, head, length", [p for n, p in enumerate(POINTS) if n % 8])
 def test_cases_more(variant, kind, dtype, head, length):
     check(variant, kind, dtype, head, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_cases_of_random_specs(seed):
+    s, p = draw(seed)
+    if "hopper" not in [make_plan(s, p, CARD, direction).schedule for direction in ("forward", "backward")]:
+        pytest.skip("another schedule takes it")
+    run(s, p).within_budget()
 
 
 @pytest.mark.parametrize("variant, kind, head, length", [("bias", "self", 64, 328), ("bias", "gqa", 128, 256), ("padded_bias", "self", 128, 256),
