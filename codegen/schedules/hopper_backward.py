@@ -26,7 +26,7 @@ from .hopper_keys import read_late, reserve_numbers, row_at, sees_ends_late, slo
 from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_keys, load_tiles, reserve_rows, rows_from_rings
-from .hopper_score import score_gradient, unknown_zero, weights
+from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
@@ -80,7 +80,7 @@ def keys_kernel(site: Site) -> Kernel:
     call = ", ".join(returns) + " = " + kernel.function(function, ["number"], returns)
     tiles = functools.partial(each_tile, site)
     producer = load_tiles(site, others, halves, HALF, call)
-    reads = by_hand(site) and (is_split(site) or not (tile_loads(site) or spec.dropout))  # beside tiles, products are serialised
+    reads = by_hand(site) and (is_split(site) or not (tile_loads(site) or spec.dropout or by_halves(site)))  # with 232 registers, products would run one by one
     if is_split(site):
         pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads]
