@@ -40,7 +40,7 @@ def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: tor
     vary. sizes = extents of the axes, then `spec.sizes`. seed: one int64 element on the device when `spec.dropout`. blocks: the
     mask's summary (`flashfx.codegen.blocks`), by which hidden tiles are skipped; results are the same without it. key: what calls
     like this one are remembered by (`calls.key`).
-    out (*extents, M, Dv) in v's dtype with the strides of `layout.output_strides`; lse (*extents, M), float32 (float64 for
+    out (*extents, M, Dv) in v's dtype with the strides of `layout.output_strides`, `outer` axes outside of the rows; lse (*extents, M), float32 (float64 for
     float64), natural logarithm, with empty rows marked as `torch_tiled` says. With N = 0 the output is 0, as a sum over
     nothing is in eager PyTorch. Raises PlanError if no tile fits the device.
     """

@@ -79,7 +79,7 @@ def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, out
     return calls.remembered(key or calls.key((spec, *sizes, outer), operands), make)(operands)
 
 
-def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool, outer: bool) -> Callable:
+def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool, outer: int) -> Callable:
     """The function of (q, k, v, seed, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     _check(spec, aux)

@@ -157,7 +157,8 @@ def _outer(emit: Emitter, site: Site, lifted: Lifted, q: fx.Node) -> int:
             return len(lifted.dims)
     example = site.out.owner.meta.get("example_value")
     alone = isinstance(example, torch.Tensor) and example.dim() > 3 and same(size(example.shape[0]), 1)
-    return 0 if alone and not any(same(lifted.extents[n], 1) for n in lifted.dims[:1]) else 1
+    is_axis = bool(lifted.dims) and same(lifted.extents[lifted.dims[0]], 1)
+    return 0 if alone and not is_axis else 1
 
 
 def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:
