@@ -107,8 +107,7 @@ def generated(asked: Asked) -> list[Tiles]:
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
         crowded = grouped(spec) and (head > 64 and is_overfull(spec) or head > 128 and spec.dropout > 0) or head == 160 and is_overfull(spec)
-        wide = head <= 128 and not crowded or head == 144  # 128 + 16: narrower ones spilled up to 80 bytes
-        return [(16, 64, 8, 2) if wide else (16, 16, 4, 2) if crowded else (16, 32, 4, 2)]
+        return [(16, 64, 8, 2) if head <= 128 and not crowded else (16, 16, 4, 2) if crowded else (16, 32, 4, 2)]
     if asked.units != "wgmma" or kernel == "dense":
         return shrunk(kernel, largest(kernel, spec, problem, gpu), problem, spec, gpu)
     outer = problem.N if kernel == "keys" else problem.M * asked.known.group  # rows of the first product: what a program holds

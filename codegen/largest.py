@@ -12,7 +12,7 @@ from ..spec import BLOCK, AttentionSpec
 from . import exact
 from .captured import grouped, is_divided, is_overfull
 from .gpu import EXACT, GPU, units
-from .limits import has_relative, is_heavy, padded
+from .limits import has_relative, is_heavy, is_uneven, padded
 from .parts import DENSE_IN_PIECES, chunks
 from .reads import ROW, across
 
@@ -57,6 +57,8 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
                  ("forward", False): (32, 32, 4, 2)}.get((kernel, head <= 128), tiles)
     elif several and found == "tcgen05" and kernel == "keys" and heavy and head <= 128:
         tiles = (32, 64, 4 if head <= 80 else 8, 2)
+    if kernel == "keys" and is_uneven(problem):  # where the next tile is takes registers too: nothing is copied ahead
+        tiles = (32, 64, 8, 1) if found == "tcgen05" else (32, 16, 8, 1)
     if kernel == "keys" and found == "mma" and step == 64 and has_relative(spec) and grouped(spec):  # sums of dS beyond a table's ends
         tiles = (32, 64, 8, 1)
     if kernel == "keys" and is_divided(spec):
@@ -74,7 +76,7 @@ def largest(kernel: str, spec: AttentionSpec, problem: Problem, gpu: GPU) -> tup
         tiles = (16, 32, 8, 1)
     if kernel == "keys" and spec.dropout and grouped(spec):  # random words in a loop over the queries that share the keys
         narrow = max(problem.D, problem.Dv) % 16 > 0 or several and head > 80 and spec.is_data_masked  # columns to hide in the last piece; many of both
-        tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if narrow else tiles, ("mma", 256): (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 1 if pieces > 2 and spec.is_data_masked else 2)}.get((found, step), tiles)
+        tiles = {("mma", 64): (32, 64, 8, 1) if not several else tiles, ("mma", 128): (16, 16, 4, 1) if narrow else tiles, ("mma", 256): tiles if is_uneven(problem) else (16, 32, 8, 2), ("tcgen05", 128): (32, 64, 8, 1 if pieces > 2 and spec.is_data_masked else 2)}.get((found, step), tiles)
     return tiles
 
 

@@ -37,7 +37,7 @@ DENSE_IN_PIECES = 64
 @functools.cache
 def chunks(size: int, limit: int = 256) -> tuple[Chunk, ...]:
     """80 -> 64 + 16, 40 -> 32 + 16 (8 of them masked): no padding to the next power of two, but where that takes more than two pieces, for which
-    registers are too few: 112 -> 128 (16 masked), 176 -> 128 + 64, 208 -> 256. `limit` bounds a piece, and then there may be many."""
+    registers are too few: 112 -> 128 (16 masked), 144 -> 128 + 32, 176 -> 128 + 64, 208 -> 256. `limit` bounds a piece, and then there may be many."""
     padded = -(-size // 16) * 16
     widths = [limit] * (padded // limit)
     rest = padded % limit
@@ -45,6 +45,8 @@ def chunks(size: int, limit: int = 256) -> tuple[Chunk, ...]:
     if limit == 256 and len(widths) > 2:
         second = 1 << (padded - widths[0] - 1).bit_length()
         widths = [2 * second] if second == widths[0] else [widths[0], second]
+    elif limit == 256 and widths == [128, 16]:  # products of 16 columns beside such of 128 take more registers than of 32
+        widths = [128, 32]
     starts = [sum(widths[:n]) for n in range(len(widths))]
     return tuple(Chunk(str(n) if len(widths) > 1 else "", s, w, s + w > size) for n, (s, w) in enumerate(zip(starts, widths)))
 

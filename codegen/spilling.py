@@ -6,7 +6,8 @@ tests. So the compiler is asked at the first launch what it spilled, and while i
 2. an assembler that is sparing with them,
 3. twice the warps,
 4. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays; of sums beyond the ends of a table another kernel knows by the
-   inner tile what is left for it, and then that stays too.
+   inner tile what is left for it, and then that stays too,
+5. all of these with nothing copied ahead: where the next tile is waits in registers too.
 Where warps have parts of their own only the assembler can be asked: registers are dealt out, and tiles belong to the parts.
 """
 from __future__ import annotations
@@ -36,12 +37,14 @@ def attempts(kernel, options: Mapping[str, Any]) -> Iterator[dict[str, int | str
         return
     name, _ = INNER.get(kernel.__name__, ("", ())) if SUMS not in kernel.arg_names else ("", ())
     warps, inner = options.get("num_warps", 4), options.get(name, LEAST)
-    for tile in [inner >> n for n in range(8) if inner >> n >= LEAST]:
-        for count in (warps, warps * 2)[: 1 + (warps < WARPS)]:
-            found = {"maxnreg": REGISTERS} | ({name: tile} if tile < inner else {}) | ({"num_warps": count} if count > warps else {})
-            yield found
-            if tile == inner:
-                yield found | sparing
+    for stages in ({}, {"num_stages": 1})[: 1 + (options.get("num_stages", 1) > 1)]:
+        for tile in [inner >> n for n in range(8) if inner >> n >= LEAST]:
+            for count in (warps, warps * 2)[: 1 + (warps < WARPS)]:
+                found = {"maxnreg": REGISTERS} | ({name: tile} if tile < inner else {}) | ({"num_warps": count} if count > warps else {}) | stages
+                yield found
+                if tile == inner:
+                    yield found | sparing
+
 
 
 def fitted(kernel, args: Sequence, more: Mapping[str, int | str]) -> Sequence:

@@ -10,6 +10,7 @@ from ...region import Problem
 from ...spec import BLOCK, FINE, AttentionSpec
 from ..captured import differentiable_loads, ends, is_overfull
 from ..factors import peel
+from ..limits import padded
 from ..philox import HALF_BITS, is_narrow
 from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
 from ..program import Program, local
@@ -222,10 +223,6 @@ def tile_start(site: Site, x: str, t: str, override: str = "") -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- tiles
-
-def padded(size: int) -> int:
-    return -(-size // 16) * 16
-
 
 @functools.lru_cache(maxsize=1024)
 def compares(spec: AttentionSpec) -> bool:
