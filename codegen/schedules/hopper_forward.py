@@ -5,7 +5,7 @@ the product Q K^T of a tile before the product P V of the tile before it, so tha
 """
 from __future__ import annotations
 
-from ...expr import Var
+from ...expr import Const, Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
 from ..parts import Chunk, Site, count, extent, local, matrix, pieces
@@ -14,8 +14,8 @@ from ..program import Program
 from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_locate import is_by_host, locate_rows, worked_out
-from .hopper_softmax import across_threads, lags, reads_seed_late, rescale, softmax, weight_unit, weights
+from .hopper_locate import is_by_host, locate_own, locate_rows, narrows, worked_out
+from .hopper_softmax import across_threads, lags, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
 from .hopper import tells, tile_view, tiles_name, tma_arguments
@@ -73,7 +73,11 @@ def forward_kernel(site: Site) -> Kernel:
     barriers(out, "STAGES", {"k_full": 1 + by_hand(site), "k_empty": warpgroups, "v_full": 1, "v_empty": warpgroups})
     out.line("fence_async_shared()")
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
-    attend, producer = _attend(site, partial, call, returns), _load_tiles(site, call, returns)
+    own = ""
+    if narrows(site) and not is_told(site):
+        function, takes, gives = locate_own(site)
+        own = ", ".join(gives) + " = " + kernel.function(function, takes, gives).replace("begin", "start", 1)
+    attend, producer = _attend(site, partial, call, returns, own), _load_tiles(site, call, returns)
     reads = max(site.D, site.Dv) > 192 and not by_hand(site) if spec.dropout else by_hand(site)
     registers, few = READING if reads and warpgroups == 2 else REGISTERS[warpgroups]
     kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
@@ -168,8 +172,18 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
     return producer
 
 
-def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partition:
-    """A consumer warpgroup."""
+def _pass(out: Writer, first: str, end: str) -> None:
+    """Tiles of keys that none of the warpgroup's rows sees: their places are free."""
+    with out.block(f"for t in tl.range({first}, {end}):"):
+        out.assign("slot", "tile % STAGES")
+        for letter in ("k", "v"):
+            out.line(f"mbarrier.wait({letter}_full.index(slot), tile // STAGES & 1)")
+            out.line(f"mbarrier.arrive({letter}_empty.index(slot), count=1)")
+        out.assign("tile", "tile + 1")
+
+
+def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str) -> Partition:
+    """A consumer warpgroup. own: what says which tiles of keys its rows see, "" for all that the producer copies."""
     spec, several = site.spec, site.q_tiles > 1
     attend = Partition("attend", f"One warpgroup: {ROWS} query rows at a time against every tile of keys that they see.", ("WARPGROUP",))
     out = attend.body
@@ -199,6 +213,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         else:
             out.line(locate)
         out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
+        if own:
+            out.line(own)
         out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
         last_of_tile(site, out, "j", "i0", ROWS)
         if not is_told(site):
@@ -213,11 +229,15 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         out.assign("own", f"q_slot * {site.warpgroups} + WARPGROUP" if several else "WARPGROUP")
         for c in site.qk_chunks:
             out.assign(f"q{c.suffix}", tile_view("q_tile", c, "own", ROWS))
+        begins, ends = own and site.by_rows.lo != Const(0), own and site.by_rows.hi != Var("N")  # else they are those of the tile
+        first, last = ("first" if begins else "0"), ("last" if ends else "count")
+        if begins:
+            _pass(out, "0", first)
         out.assign("slot", "tile % STAGES")
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
         _issue_scores(site, out, "slot")
         if not site.listed:
-            out.assign("j0", "late(start, turn)" if ended(site) and (spec.dropout or not site.whole) else "start")
+            out.assign("j0", "late(start, turn)" if ended(site) and (spec.dropout or not site.whole) else tile_start(site, "j", first) if begins else "start")
         _enter(site, program, out, partial)
         out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
         _leave_keys(site, out)
@@ -228,7 +248,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         weights(site, out)
         for c in site.v_chunks:
             out.assign(f"acc{c.suffix}", f"gl.zeros([{ROWS}, {c.width}], gl.float32, values{c.suffix})")
-        with out.block("for t in tl.range(1, count):"):
+        with out.block(f"for t in tl.range({f'{first} + 1' if begins else '1'}, {last}):"):
             if not site.listed:
                 out.assign("j0", tile_start(site, "j", "t"))
             out.assign("previous", "tile % STAGES")
@@ -253,6 +273,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str]) -> Partit
         _wait_values(site, out)
         out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
         out.assign("tile", "tile + 1")
+        if ends:
+            _pass(out, last, "count")
         if _reads_again(site):
             read_told("z", *map(local, spec.axes), "i0")
             out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
@@ -304,7 +326,7 @@ def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
     program.enter(out, [site.raw, *visible], "j" if site.whole else ())
     program.others = {site.added_by_key: 'float("-inf")'}
     keys_from_rings(site, program, out)
-    if partial or Var("j") in site.raw.leaves:
+    if partial and not leaves_intervals(site) or Var("j") in site.raw.leaves:
         out.assign("j", "j0 + cols")
     tiled = tile_loads(site)
     program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(tiled)}

@@ -1,12 +1,13 @@
 """Of the Hopper backward: the weights of a tile from its products, and the gradient of its scores."""
 from __future__ import annotations
 
-from ...expr import QK, Call, Const, Expr, Load, walk
+from ...expr import QK, Call, Const, Expr, Load, Var, call, walk
 from ...spec import EmptyRow
 from ..captured import ends
 from ..parts import LOG2E, Site, tiles_name
 from ..philox import kept_scale, threshold
 from ..reads import across
+from ..within import hidden_outside
 from ..writer import Writer
 from .common import Body, scaled
 from .ends import tight_score
@@ -62,6 +63,11 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
         """Where the mask hides a key, `value` becomes `hidden`; in rows that average v, `mean` where they do."""
         def inside() -> None:
             closed, others = groups(spec, "i")
+            bounded = [call("lt", Var("j"), Var("N"))] * bool(beyond)
+            found = "" if site.averages or crowded else hidden_outside(program, out, value, [*bounded, *visible], "i", hidden, False)
+            if found:
+                out.assign(value, found)
+                return
             if closed and others and not site.averages:
                 with program.branch(), out.block(f"if {' | '.join([*(['(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
                     out.assign(value, f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
@@ -81,6 +87,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
                 inside()
 
     early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
+    crowded = not is_split(site) and (spec.dropout > 0 or fills_registers(site))  # words of a row's bits take registers too
     squared = degree(wanted[0], site.raw) <= 2 and site.factor > 1e-6  # then 0 * slope is 0 with a finite score, and no weight needs a second look
     hidden = early and bool(partial) and not squared  # may the score be -inf?
     rate, flat = repr(site.factor * LOG2E), early and averages_by_score(site)

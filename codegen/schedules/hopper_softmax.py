@@ -4,8 +4,9 @@ from __future__ import annotations
 from ..parts import LOG2E, Site
 from ..philox import threshold
 from ..program import Program
+from ..within import hidden_outside, interval
 from ..writer import Writer
-from .ends import warpgroup_score
+from .ends import ended, warpgroup_score
 from .forward import is_finite
 from .hopper import ROWS, is_crowded, tiles_name
 from .hopper_vectors import compared, cut, groups, hidden_by_data
@@ -42,6 +43,12 @@ def reads_seed_late(site: Site) -> bool:
     return is_crowded(site.spec, max(site.D, site.Dv))
 
 
+def leaves_intervals(site: Site) -> bool:
+    """Does the mask leave every row one interval of keys? Then it is hidden by `within`, which asks for no key's own index: but beside positions in a table
+    that ends, where keys have theirs in registers and none are left (20 bytes spilled)."""
+    return interval(site.spec.visible, "j") is not None and not ended(site)
+
+
 def softmax(site: Site, program: Program, out: Writer, partial: str, first: bool) -> None:
     """From the products qk: score, mask, running maximum and sum; weights p before dropout."""
     spec = site.spec
@@ -55,7 +62,15 @@ def softmax(site: Site, program: Program, out: Writer, partial: str, first: bool
         def hide_by(parts: list) -> None:
             out.assign("raw", f'tl.where({" & ".join([*parts])}, raw, float("-inf"))')
 
+        def hide_outside(conditions: list) -> bool:
+            found = "" if ended(site) else hidden_outside(program, out, "raw", conditions, "j", 'float("-inf")', beyond)
+            if found:
+                out.assign("raw", found)
+            return bool(found)
+
         def hide() -> None:
+            if hide_outside([visible] if visible is not None else []):
+                return
             ends, (closed, others) = ["(j < N)[None, :]"] * beyond, groups(spec, "j")
             if ends and others and partial == "True":  # both at once would take a register for each key
                 hide_by([*map(program.tile, [*closed, *others])])
@@ -64,7 +79,8 @@ def softmax(site: Site, program: Program, out: Writer, partial: str, first: bool
             if not closed or not others:
                 return hide_by([*ends, *([program.tile(visible)] if visible is not None else [])])
             with program.branch(), out.block(f"if {cut(site, program, 'j', not beyond)}:"):
-                hide_by([*ends, *map(program.tile, closed)])
+                if not hide_outside(closed):
+                    hide_by([*ends, *map(program.tile, closed)])
             if not compared(spec):
                 return hide_by([*map(program.tile, others)])
             low, whole = hidden_by_data(site, program)

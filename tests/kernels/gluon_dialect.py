@@ -180,7 +180,12 @@ def raised(m, top, FACTOR, LAG):
     return torch.where(grown, top, m), torch.where(grown, torch.exp2((m - top) * FACTOR), 1.0), grown
 
 
-OVERRIDES = dict(random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
+def within(tile, start, stop, HIDDEN):
+    columns = torch.arange(tile.shape[1])
+    return torch.where((columns >= (0 if start is None else scalar(start))) & (columns < scalar(stop)), tile, HIDDEN)
+
+
+OVERRIDES = dict(within=within, random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
                  is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised,

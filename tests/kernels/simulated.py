@@ -92,9 +92,11 @@ def test_rest_of_rows_that_average_and_keep_the_slopes_of_their_scores(kind, hea
     check("padded_softcap", kind, "float16", head, 37)
 
 
-@pytest.mark.parametrize("variant, kind, head", [("softcap", "self", 64), ("causal", "gqa", 40)])
-def test_rest_of_three_warpgroups(variant, kind, head):
-    with overridden(forward=(192, 128, 12, 2), schedule="hopper"):
+@pytest.mark.parametrize("variant, kind, head, keys", [("softcap", "self", 64, 128), ("causal", "gqa", 40, 128), ("causal", "cross", 64, 64),
+                                                       ("window", "self", 64, 64), ("band", "self", 64, 32), ("full", "self", 32, 64)])
+def test_rest_of_three_warpgroups(variant, kind, head, keys):
+    """Of which each goes past the tiles of keys that only the others see."""
+    with overridden(forward=(192, keys, 12, 2), schedule="hopper"):
         check(variant, kind, "bfloat16", head, 300)
 
 
