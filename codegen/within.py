@@ -42,7 +42,8 @@ def within(tile, start, stop, HIDDEN: gl.constexpr):
     columns of one, set where it is hidden."""
     COUNT: gl.constexpr = tile.shape[1] // 2
     STARTS: gl.constexpr = start is not None
-    zeros = gl.zeros(tile.shape, gl.int32, tile.type.layout)
+    layout: gl.constexpr = tile.type.layout
+    zeros = gl.zeros(tile.shape, gl.int32, layout)
     text: gl.constexpr = within_text(COUNT, STARTS, HIDDEN)
     operands: gl.constexpr = within_operands(COUNT, 1 + STARTS)
     if STARTS:
