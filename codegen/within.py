@@ -17,8 +17,9 @@ from .writer import Writer
 WITHIN = '''@gluon.constexpr_function
 def within_text(COUNT, STARTS, HIDDEN):
     import struct
+    below = ("sub.s32 a, ${0}, q; shr.s32 n, a, 3; shl.b32 n, n, 1; and.b32 a, a, 7; min.u32 a, a, 2; add.s32 n, n, a; "
+             "max.s32 n, n, 0; shl.b32 {1}, -1, n; ")
     text = "mov.u32 q, %laneid; and.b32 q, q, 3; shl.b32 q, q, 1; "
-    below = "sub.s32 a, ${0}, q; shr.s32 n, a, 3; shl.b32 n, n, 1; and.b32 a, a, 7; min.u32 a, a, 2; add.s32 n, n, a; max.s32 n, n, 0; shl.b32 {1}, -1, n; "
     for row in range(2):
         text += below.format(2 * COUNT + 2 * row, f"h{row}")
         if STARTS:
@@ -26,9 +27,9 @@ def within_text(COUNT, STARTS, HIDDEN):
     hidden = f"0f{struct.unpack('<I', struct.pack('<f', HIDDEN))[0]:08X}"
     for row in range(2):
         for bit in range(COUNT // 2):
-            n = bit // 2 * 4 + row * 2 + bit % 2
-            text += f"and.b32 t{n}, h{row}, {1 << bit}; setp.eq.u32 p{n}, t{n}, 0; selp.f32 ${n}, ${COUNT + n}, {hidden}, p{n}; "
-    return "{ .reg .b32 q, a, b, n, h<2>, t<" + str(COUNT) + ">; .reg .pred p<" + str(COUNT) + ">; " + text + "}"
+            e = bit // 2 * 4 + row * 2 + bit % 2
+            text += f"and.b32 t{e}, h{row}, {1 << bit}; setp.eq.u32 p{e}, t{e}, 0; selp.f32 ${e}, ${COUNT + e}, {hidden}, p{e}; "
+    return f"{{ .reg .b32 q, a, b, n, h<2>, t<{COUNT}>; .reg .pred p<{COUNT}>; {text}}}"
 
 
 @gluon.constexpr_function
@@ -38,17 +39,19 @@ def within_operands(COUNT, ENDS):
 
 @gluon.jit
 def within(tile, start, stop, HIDDEN: gl.constexpr):
-    """`tile` in columns start <= c < stop of each row, `HIDDEN` elsewhere. start: None for 0. A thread has two rows; a word has a bit for each of its
-    columns of one, set where it is hidden."""
-    COUNT: gl.constexpr = tile.shape[1] // 2
-    STARTS: gl.constexpr = start is not None
+    """`tile` in columns start <= c < stop of each row, `HIDDEN` elsewhere. start: None for 0. A thread has two rows of an
+    accumulator, of each columns 8 b + 2 q + e, and a word with a bit for each, set where it is hidden: n lie below a column."""
     layout: gl.constexpr = tile.type.layout
     zeros = gl.zeros(tile.shape, gl.int32, layout)
+    COUNT: gl.constexpr = tile.shape[1] // 2
+    STARTS: gl.constexpr = start is not None
     text: gl.constexpr = within_text(COUNT, STARTS, HIDDEN)
     operands: gl.constexpr = within_operands(COUNT, 1 + STARTS)
     if STARTS:
-        return gl.inline_asm_elementwise(text, operands, [tile, (zeros + stop).to(gl.int32), (zeros + start).to(gl.int32)], gl.float32, is_pure=True, pack=COUNT)
-    return gl.inline_asm_elementwise(text, operands, [tile, (zeros + stop).to(gl.int32)], gl.float32, is_pure=True, pack=COUNT)'''
+        both = [tile, (zeros + stop).to(gl.int32), (zeros + start).to(gl.int32)]
+        return gl.inline_asm_elementwise(text, operands, both, gl.float32, is_pure=True, pack=COUNT)
+    given = [tile, (zeros + stop).to(gl.int32)]
+    return gl.inline_asm_elementwise(text, operands, given, gl.float32, is_pure=True, pack=COUNT)'''
 
 
 @functools.lru_cache(maxsize=1024)

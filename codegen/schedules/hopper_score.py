@@ -64,7 +64,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
         def inside() -> None:
             closed, others = groups(spec, "i")
             bounded = [call("lt", Var("j"), Var("N"))] * bool(beyond)
-            found = "" if site.averages or crowded else hidden_outside(program, out, value, [*bounded, *visible], "i", hidden, False)
+            found = "" if site.averages or crowded or not visible else hidden_outside(program, out, value, [*bounded, *visible], "i", hidden, False)
             if found:
                 out.assign(value, found)
                 return
