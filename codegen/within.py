@@ -37,11 +37,17 @@ def within_operands(COUNT, ENDS):
     return ",".join(["=f"] * COUNT + ["f"] * COUNT + ["r"] * ENDS * COUNT)
 
 
+@gluon.constexpr_function
+def is_row_by_row(layout, COLUMNS):
+    return type(layout).__name__ == "NVMMADistributedLayout" and layout.warps_per_cta[1] == 1 and layout.instr_shape[1] == COLUMNS
+
+
 @gluon.jit
 def within(tile, start, stop, HIDDEN: gl.constexpr):
     """`tile` in columns start <= c < stop of each row, `HIDDEN` elsewhere. start: None for 0. A thread has two rows of an
     accumulator, of each columns 8 b + 2 q + e, and a word with a bit for each, set where it is hidden: n lie below a column."""
     layout: gl.constexpr = tile.type.layout
+    gl.static_assert(is_row_by_row(layout, tile.shape[1]), "threads must have columns of an accumulator")
     zeros = gl.zeros(tile.shape, gl.int32, layout)
     COUNT: gl.constexpr = tile.shape[1] // 2
     STARTS: gl.constexpr = start is not None
