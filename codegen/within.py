@@ -81,15 +81,18 @@ def interval(visible: Expr, var: str) -> tuple[Expr | None, Expr | None] | None:
     return own_end(lo, "maximum", Const(0)), own_end(hi, "minimum", Var(size))
 
 
-def hidden_outside(program: Program, out: Writer, tile: str, conditions: Sequence[Expr], index: str, hidden: str, ended: bool) -> str:
+def hidden_outside(program: Program, out: Writer, tile: str, conditions: Sequence[Expr], index: str, hidden: str, ended: bool, last: str = "") -> str:
     """Text of `tile` with `hidden` where the conditions do not all hold, if they leave each row an interval of `index`, which runs along the columns; else "".
-    ended: the tile may reach beyond the last index, where it is hidden too."""
+    ended: the tile may reach beyond the last index, where it is hidden too. last: which rows are none, "" if all are some."""
     found = interval(conjunction(conditions), index)
     if found is None or found == (None, None) and not ended:
         return ""
-    (lo, hi), first, size, block = found, *(("j0", "N", "BLOCK_N") if index == "j" else ("i0", "M", "BLOCK_M"))
+    (lo, hi), (row, first, size, block) = found, ("i", "j0", "N", "BLOCK_N") if index == "j" else ("j", "i0", "M", "BLOCK_M")
     if ended:
         hi = Var(size) if hi is None else call("minimum", Var(size), hi)
     here = program.here(out)
-    start, stop = (e and here.tile(unlinear(*linear(call("sub", e, Var(first))))) for e in (lo, hi))
-    return f"within({tile}, {start}, {stop or block}, {hidden})"
+    start, stop = (e if e is None else unlinear(*linear(call("sub", e, Var(first)))) for e in (lo, hi))
+    end = block if stop is None else here.tile(stop)
+    if last:
+        end = here.spread(f"tl.where({row} < {last}, {block if stop is None else here.value(stop)}, 0)", frozenset(row))
+    return f"within({tile}, {start if start is None else here.tile(start)}, {end}, {hidden})"

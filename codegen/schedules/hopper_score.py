@@ -1,7 +1,7 @@
 """Of the Hopper backward: the weights of a tile from its products, and the gradient of its scores."""
 from __future__ import annotations
 
-from ...expr import QK, Call, Const, Expr, Load, Var, call, walk
+from ...expr import QK, Call, Const, Expr, Load, walk
 from ...spec import EmptyRow
 from ..captured import ends
 from ..parts import LOG2E, Site, tiles_name
@@ -63,8 +63,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
         """Where the mask hides a key, `value` becomes `hidden`; in rows that average v, `mean` where they do."""
         def inside() -> None:
             closed, others = groups(spec, "i")
-            bounded = [call("lt", Var("j"), Var("N"))] * bool(beyond)
-            found = "" if site.averages or crowded or not visible else hidden_outside(program, out, value, [*bounded, *visible], "i", hidden, False)
+            found = "" if site.averages or crowded or not visible else hidden_outside(program, out, value, visible, "i", hidden, False, "N" if beyond else "")
             if found:
                 out.assign(value, found)
                 return
