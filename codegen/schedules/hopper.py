@@ -276,7 +276,8 @@ def score_tiles(spec: AttentionSpec, head: int) -> float:
     """Beside the score itself, how many tiles of registers a forward needs to compute it. A function alone needs none: it is evaluated in place, a few
     elements at a time. Beside a mask that the data decide, and for divisions, something of it stays."""
     found = _functions(spec)
-    return 1.5 if _gathers(spec, head) else 0.75 if "div" in found or found and spec.visible.loads else 0.0
+    in_pieces = spec.is_masked and len(chunks(head)) > 1 and any(map(ends, spec.score.loads))  # 36 bytes spilled at 40, causal
+    return 1.5 if _gathers(spec, head) or in_pieces else 0.75 if "div" in found or found and spec.visible.loads else 0.0
 
 
 def is_crowded(spec: AttentionSpec, head: int) -> bool:

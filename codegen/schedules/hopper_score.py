@@ -86,7 +86,8 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
                 inside()
 
     early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
-    crowded = not is_split(site) and (spec.dropout > 0 or fills_registers(site))  # words of a row's bits take registers too
+    # words of a row's bits take registers too
+    crowded = any(map(ends, spec.score.loads)) or not is_split(site) and (spec.dropout > 0 or fills_registers(site))
     squared = degree(wanted[0], site.raw) <= 2 and site.factor > 1e-6  # then 0 * slope is 0 with a finite score, and no weight needs a second look
     hidden = early and bool(partial) and not squared  # may the score be -inf?
     rate, flat = repr(site.factor * LOG2E), early and averages_by_score(site)
