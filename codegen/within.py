@@ -1,4 +1,4 @@
-"""Masks that leave every row of a tile one interval of columns (causal, windows, prefixes, lengths): hidden by the accumulator's layout.
+"""Masks that leave every row of a tile one interval of columns (causal, windows, bands, chunks, the tensor's end): hidden by the accumulator's layout.
 
 A thread of a warpgroup has columns 8 b + 2 q + e of two rows (q: its place among four, e: 0 or 1, every b), so what it sees of a row are neighbouring
 bits of a word, and the assembler makes seven predicates of a word's bits at once. Compared column by column, a tile of 64 x 128 takes twice the
@@ -81,9 +81,10 @@ def interval(visible: Expr, var: str) -> tuple[Expr | None, Expr | None] | None:
     return own_end(lo, "maximum", Const(0)), own_end(hi, "minimum", Var(size))
 
 
-def hidden_outside(program: Program, out: Writer, tile: str, conditions: Sequence[Expr], index: str, hidden: str, ended: bool, last: str = "") -> str:
+def hidden_outside(program: Program, out: Writer, tile: str, conditions: Sequence[Expr], index: str, hidden: str, ended: bool, rows: str = "") -> str:
     """Text of `tile` with `hidden` where the conditions do not all hold, if they leave each row an interval of `index`, which runs along the columns; else "".
-    ended: the tile may reach beyond the last index, where it is hidden too. last: which rows are none, "" if all are some."""
+    ended: the tile may reach beyond the last index, where it is hidden too. rows: how many rows there are, of which
+    the tile may have more, all hidden; "" if it has not."""
     found = interval(conjunction(conditions), index)
     if found is None or found == (None, None) and not ended:
         return ""
@@ -93,6 +94,6 @@ def hidden_outside(program: Program, out: Writer, tile: str, conditions: Sequenc
     here = program.here(out)
     start, stop = (e if e is None else unlinear(*linear(call("sub", e, Var(first)))) for e in (lo, hi))
     end = block if stop is None else here.tile(stop)
-    if last:
-        end = here.spread(f"tl.where({row} < {last}, {block if stop is None else here.value(stop)}, 0)", frozenset(row))
+    if rows:
+        end = here.spread(f"tl.where({row} < {rows}, {block if stop is None else here.value(stop)}, 0)", frozenset(row))
     return f"within({tile}, {start if start is None else here.tile(start)}, {end}, {hidden})"
