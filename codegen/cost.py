@@ -340,6 +340,7 @@ def _tail(mean: float) -> float:
     return math.ceil(mean) / mean if mean < 8 else 1.0 + 0.5 / mean
 
 
+@functools.lru_cache(maxsize=4096)
 def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
                 counts: tuple[float, float] | None = None, parts: int = 1) -> Cost:
     """Predicted cost of one kernel. Arguments as `features`."""

@@ -134,7 +134,7 @@ def linear(e: Expr) -> tuple[dict[Expr, int], int]:
 def unlinear(terms: dict[Expr, int], constant: int) -> Expr:
     """The inverse of `linear`, positive terms first."""
     out: Expr | None = None
-    for x, c in sorted(terms.items(), key=lambda t: (t[1] < 0, str(t[0]))):
+    for x, c in sorted(terms.items(), key=lambda t: (t[1] < 0, str(t[0]))) if len(terms) > 1 else terms.items():
         part = x if abs(c) == 1 else call("mul", x, abs(c))
         out = (part if c > 0 else call("neg", part)) if out is None else call("add" if c > 0 else "sub", out, part)
     if out is None:
@@ -282,16 +282,17 @@ class _Solver:
         """a <= b."""
         terms, constant = linear(call("sub", a, b))
         mine = [x for x in terms if self.var in x.variables]
-        rest = unlinear({x: c for x, c in terms.items() if x not in mine}, constant)
         if not mine:
-            low, high = self.extent(rest)
+            low, high = self.extent(unlinear(terms, constant))
             holds_somewhere = EVERYTHING if low is None else self._given(call("le", low, 0))
             holds_everywhere = NOTHING if high is None else self._given(call("le", high, 0))
             return Range(holds_somewhere, holds_everywhere)
         if len(mine) > 1:
             return UNKNOWN
-        atom, c = mine[0], terms[mine[0]]
-        negative = unlinear(*_scaled(linear(rest), -1))
+        atom, c = mine[0], terms.pop(mine[0])
+        if c == -1:
+            return self.atom_at_least(atom, unlinear(terms, constant))
+        negative = unlinear(*_scaled((terms, constant), -1))
         if c > 0:
             return self.atom_at_most(atom, _floordiv(negative, c))
         return self.atom_at_least(atom, unlinear(*_scaled(linear(_floordiv(negative, -c)), -1)))

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flashfx
 from flashfx.bench import variants as known
-from flashfx.bench.counters import COUNTERS, count, rows
+from flashfx.bench.counters import COUNTERS, COUNTS, count, rows
 from flashfx.bench.measure import Row, measure, operands
 from flashfx.bench.measure import roofline as known_roofline
 from flashfx.bench.table import lines, summary
@@ -182,8 +182,10 @@ def test_counters_are_read_from_what_ncu_prints(tmp_path, monkeypatch):
 
 def test_a_kernel_that_was_not_counted_is_an_error():
     forward, backward = [("attention_forward", 7.0)], [("attention_delta", 1.0), ("attention_backward_keys", 2.0)]
-    assert [row.counted for row in rows([forward] * 7 + [backward] * 3, BY_NAME["H200"])] == [7.0] * 7 + [2.0] * 3
-    with pytest.raises(RuntimeError, match="counted 1 kernels of 10"):
+    more = [("attention_delta", 1.0), ("attention_backward_keys", 90.0)]
+    counted = [forward] * COUNTS * 7 + [backward] * COUNTS * 2 + [more, backward] * (COUNTS // 2) + [backward]
+    assert [row.counted for row in rows(counted, BY_NAME["H200"])] == [7.0] * 7 + [2.0] * 3
+    with pytest.raises(RuntimeError, match="counted 1 launches, not 5 of each of 10 kernels"):
         rows([forward], BY_NAME["H200"])
 
 

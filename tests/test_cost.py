@@ -159,7 +159,7 @@ def test_the_choice_is_as_good_as_the_best_measured_tiles():
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 6.1 %), in the same order (rank correlation 0.999)."""
+    """Within 25 % in geometric mean (measured: 6.5 %), in the same order (rank correlation 0.999)."""
     own, _, predicted = zip(*judged(False))
     assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
     assert spearman(own, predicted) > 0.9

@@ -5,8 +5,10 @@ import csv
 import io
 import json
 import shutil
+import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable, Sequence
@@ -29,7 +31,10 @@ KERNELS = [("full", False, 64, 2048, "forward"), ("full", False, 128, 2048, "for
 """(variant, grouped, head size, length, direction) of which the counters are read; of backward, its longest kernel."""
 NAMES = {"forward": "attention_forward", "one_pass": "attention_backward_keys", "keys": "attention_backward_keys"}
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-SOURCE = f"Nsight Compute, {' + '.join(COUNTERS)}, caches flushed before each kernel"
+COUNTS, WARM = 5, 0.2
+"""Launches that are counted, of which the median is taken, and seconds of launches before them: programs that go through several heads drift apart
+farther the faster the card's clock runs beside its memory's, and an idle card takes a while to reach it (356 to 479 MB of one kernel in four launches)."""
+SOURCE = f"Nsight Compute, {' + '.join(COUNTERS)}, caches flushed before each kernel, medians of {COUNTS} launches at the clock under load"
 WITHIN = 1.15
 """How far prediction and counters may differ, as a factor."""
 MARK = "spin_kernel"
@@ -114,24 +119,32 @@ def _plan(given: tuple, gpu: GPU, direction: str = "") -> Plan:
 
 
 def run_kernels(gpu: GPU, device: torch.device) -> None:
-    """Launch each of KERNELS, with those in front of it, for a profiler that watches this process."""
+    """Launch each of KERNELS, with those in front of it, `COUNTS` times for a profiler that watches this process."""
     for given in KERNELS:
         variant, grouped, head, length, direction = given
         spec, p = spec_of(variant, grouped), shape(length, head, grouped, "bfloat16")
         backward = _plan(given, gpu) if direction == "backward" else None
         needs = (bool(backward),) * 3 + (False,) * len(spec.aux)
         module = load(render(spec, _plan(given, gpu, "forward"), p, needs, backward).text)
-        watch(together(launches(module, Operands(spec, p, device), direction)))
+        run = together(launches(module, Operands(spec, p, device), direction))
+        run()  # what it takes to build a kernel is no warming up
+        ready = time.perf_counter() + WARM
+        while time.perf_counter() < ready:
+            run()
+            torch.cuda.synchronize()
+        for _ in range(COUNTS):
+            watch(run)
 
 
 def rows(groups: Sequence[Sequence[tuple[str, float]]], gpu: GPU) -> list[Row]:
     """What was counted of each of KERNELS. groups: of `count`."""
-    if len(groups) != len(KERNELS):
-        raise RuntimeError(f"ncu counted {len(groups)} kernels of {len(KERNELS)}")
+    if len(groups) != len(KERNELS) * COUNTS:
+        raise RuntimeError(f"ncu counted {len(groups)} launches, not {COUNTS} of each of {len(KERNELS)} kernels")
     made = []
-    for given, group in zip(KERNELS, groups):
+    for first, given in zip(range(0, len(groups), COUNTS), KERNELS):
         kernel, own = next((k, o) for k, o in cost.kernels(_plan(given, gpu)) if k in NAMES)
-        made.append(Row(*given, own.schedule, kernel, own.tiles, sum(size for name, size in group if name.startswith(NAMES[kernel]))))
+        found = [sum(size for name, size in group if name.startswith(NAMES[kernel])) for group in groups[first:first + COUNTS]]
+        made.append(Row(*given, own.schedule, kernel, own.tiles, statistics.median(found)))
     return made
 
 
