@@ -134,7 +134,7 @@ def linear(e: Expr) -> tuple[dict[Expr, int], int]:
 def unlinear(terms: dict[Expr, int], constant: int) -> Expr:
     """The inverse of `linear`, positive terms first."""
     out: Expr | None = None
-    for x, c in sorted(terms.items(), key=lambda t: (t[1] < 0, str(t[0]))) if len(terms) > 1 else terms.items():
+    for x, c in sorted(terms.items(), key=lambda t: (t[1] < 0, str(t[0]))):
         part = x if abs(c) == 1 else call("mul", x, abs(c))
         out = (part if c > 0 else call("neg", part)) if out is None else call("add" if c > 0 else "sub", out, part)
     if out is None:

@@ -126,14 +126,13 @@ def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: t
     rows, found = -(-M // BLOCK_M), _sampled(visible, BLOCK_M, M, N, given)
     full = partial = decided = 0
     for ends, times in found.items():
-        start, full_start, full_stop, stop = cut(ends[0], ends[1], ends[2], ends[3], BLOCK_N)
-        known = -((full_start - full_stop) // BLOCK_N)
-        full += times * known
+        start, full_start, full_stop, stop = cut(*ends[:4], BLOCK_N)
+        known = times * -((full_start - full_stop) // BLOCK_N)
+        full += known
         partial -= times * ((start - full_start) // BLOCK_N + (full_stop - stop) // BLOCK_N)
         if len(ends) > 4:
-            _, sure_start, sure_stop, _ = cut(ends[0], ends[1], ends[4], ends[5], BLOCK_N)
-            more = -((sure_start - sure_stop) // BLOCK_N) - known
-            decided += times * more if more > 0 else 0
+            _, sure_start, sure_stop, _ = cut(*ends[:2], *ends[4:], BLOCK_N)
+            decided += max(0, times * -((sure_start - sure_stop) // BLOCK_N) - known)
     share, whole = rows / min(rows, SAMPLES), (1.0 - CUT) * min(partial, decided)
     return (full + whole) * share, (partial - whole) * share
 

@@ -63,11 +63,10 @@ def cached_hash(cls):
     structural = cls.__hash__
 
     def __hash__(self):
-        try:
-            return self._hash
-        except AttributeError:
+        value = self.__dict__.get("_hash")
+        if value is None:
             value = self.__dict__["_hash"] = structural(self)
-            return value
+        return value
 
     def __getstate__(self):  # no cached values: hashes of strings differ between processes
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -161,7 +160,7 @@ def call(op: str, *args) -> Expr:
 
     before -> after: x + 0 (integers), x * 1 -> x; x & True -> x; where(True, x, y) -> x; ~~x -> x; op(constants) -> constant
     """
-    args = tuple([a if isinstance(a, Expr) else Const(a) for a in args])
+    args = tuple(const(a) for a in args)
     row = OPS[op]
     if len(args) != row.arity:
         raise SpecError(f"{op} takes {row.arity} arguments, got {len(args)}")
@@ -174,7 +173,7 @@ def call(op: str, *args) -> Expr:
 
 def _fold(e: Call) -> Expr | None:
     op, args = e.op, e.args
-    if isinstance(args[0], Const) and e.row.evaluate is not None and all(isinstance(a, Const) for a in args):
+    if e.row.evaluate is not None and all(isinstance(a, Const) for a in args):
         value = e.row.evaluate(*(a.value for a in args))
         if value is not None:
             return Const({BOOL: bool, INT: int, FLOAT: float}[e.kind](value))
