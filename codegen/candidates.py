@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Iterable, NamedTuple
 
 from ..expr import cached_hash
 from ..region import Problem
@@ -138,31 +138,39 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
 def ranked(asked: Asked) -> tuple[Candidate, ...]:
     """Every candidate, fastest first by the cost model; those that do not fit last. The same on every machine."""
     found = [_weighed(asked, tiles, *_registers(asked, tiles)) for tiles in generated(asked)]
-    if asked.schedule == "triton" and all(c.unfit for c in found):  # what needs fewest registers may spill some, but runs
-        least = min((c for c in found if c.shared <= asked.gpu.shared_per_block), key=lambda c: (c.registers, c.tiles), default=None)
-        found = [_weighed(asked, c.tiles, c.registers, float("inf")) if c is least else c for c in found]
+    if asked.schedule == "triton" and all(c.unfit for c in found):
+        fewest = _fewest(asked, ((c.registers, c.tiles) for c in found))
+        found = [_weighed(asked, c.tiles, c.registers, float("inf")) if (c.registers, c.tiles) == fewest else c for c in found]
     return tuple(sorted(found, key=_order))
 
 
 @functools.lru_cache(maxsize=4096)
 def chosen(asked: Asked) -> tuple[Candidate, bool]:
     """(the first of `ranked`, could there be others that fit?): tiles that take longer than the best so far whatever else they need are not looked at."""
-    best, fit, groups = None, 0, bounded(asked)
+    best, fit, groups = None, False, bounded(asked)
+    compared = len(groups) > 1
     for group in groups:
         if group.spills or best is not None and group.seconds > best.seconds:  # so do all that follow
             break
         for tiles in group.tiles:
-            shared = _shared(asked, tiles)
-            if not _exceeds(asked, tiles, shared):
-                fit += 1
+            slower = best is not None and _least(asked, tiles, group.registers) > best.seconds
+            if slower and compared or _exceeds(asked, tiles, shared := _shared(asked, tiles)):
+                continue
+            compared, fit = compared or fit, True
+            if not slower:
                 found = _priced(asked, tiles, shared, group.registers)
                 best = min(best or found, found, key=_order)
-    return (best, len(groups) > 1 or fit > 1) if best else (ranked(asked)[0], False)
+    return (best, compared) if best else (ranked(asked)[0], False)
+
+
+def _fewest(asked: Asked, needed: Iterable[tuple[float, Tiles]]) -> tuple[float, Tiles] | None:
+    """(registers, tiles): what needs fewest registers may spill some, but runs."""
+    return next((found for found in sorted(needed) if _shared(asked, found[1]) <= asked.gpu.shared_per_block), None)
 
 
 def fits(asked: Asked) -> bool:
     """Do any tiles fit?"""
-    return any(not group.spills and not _exceeds(asked, tiles, _shared(asked, tiles)) for group in bounded(asked) for tiles in group.tiles)
+    return any(not group.spills and not _exceeds(asked, tiles, _shared(asked, tiles)) for group in bounded(asked) for tiles in reversed(group.tiles))
 
 
 class Group(NamedTuple):
@@ -176,13 +184,17 @@ class Group(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def bounded(asked: Asked) -> list[Group]:
-    """Tiles for which there are registers, or all where there are for none, the least seconds first."""
+    """Tiles for which there are registers, the least seconds first; where there are for none, those that run all the same, or all."""
     groups: dict[tuple[int, int, int], list[Tiles]] = {}
     for tiles in generated(asked):
         groups.setdefault(tiles[:3], []).append(tiles)
     needed = {key: _registers(asked, tiles[0]) for key, tiles in groups.items()}
     spills = all(registers > limit for registers, limit in needed.values())
-    return sorted(Group(_least(asked, groups[key][0], registers) if len(groups) > 1 else 0.0, registers, spills, groups[key])
+    if spills and asked.schedule == "triton" and (fewest := _fewest(asked, ((needed[key][0], x) for key, tiles in groups.items() for x in tiles))):
+        registers, tiles = fewest
+        return [Group(_least(asked, tiles, registers), registers, False, [tiles])]
+    weighed = len(groups) > 1 or asked.schedule == "hopper"  # beside other tiles, or the portable schedule
+    return sorted(Group(_least(asked, max(groups[key]), registers) if weighed else 0.0, registers, spills, groups[key])
                   for key, (registers, limit) in needed.items() if spills or registers <= limit)
 
 
@@ -236,7 +248,7 @@ def _priced(asked: Asked, tiles: Tiles, shared: int, registers: float) -> Candid
 def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tuple[float, int]:
     """(seconds, parts as `Plan.parts`) of a kernel, its keys split where that is predicted faster. programs: of a multiprocessor."""
     known, gpu, scalar = asked.known, asked.gpu, asked.exact
-    whole = cost.kernel_cost(asked.schedule, asked.costed, tiles, known, gpu, scalar, programs, registers).seconds
+    whole = cost.kernel_cost(asked.schedule, asked.costed, tiles, known, gpu, scalar, programs, registers, None, 1).seconds
     if (asked.schedule, asked.kernel) != ("triton", "forward"):
         return whole, 1
     parts = number(known.visible, known.z, known.M, known.N, known.given, *tiles[:2], gpu.sms * programs, known.group)

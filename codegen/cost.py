@@ -17,7 +17,7 @@ from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, Sequence
 
 from ..region import Problem
-from ..spec import AttentionSpec
+from ..spec import BLOCK, AttentionSpec
 from . import l2
 from .facts import Facts, facts
 from .gpu import GPU
@@ -32,6 +32,8 @@ SYMBOLS = "Z G M N D E W BLOCK_M BLOCK_N T"
 """Batch indices, how many of them share keys (grouped queries), queries, keys, head sizes of q and k (D) and of v (E), bytes of an element, tile sizes, visible tiles over all batch indices."""
 LSE = 4
 """Bytes of a log-sum-exp, a delta, an element of dQ's float32 sum."""
+PASSING = "delta", "reset", "sum"
+"""Kernels that go through rows once, which take as long whatever their tiles."""
 
 
 class Work(NamedTuple):
@@ -344,6 +346,8 @@ def _tail(mean: float) -> float:
 def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,
                 counts: tuple[float, float] | None = None, parts: int = 1) -> Cost:
     """Predicted cost of one kernel. Arguments as `features`."""
+    if kernel in PASSING:
+        return passing(kernel, known, gpu)
     found, device, all_bytes, waiting = features(schedule, kernel, tiles, known, gpu, scalar, resident, registers, counts, parts)
     memory, cache = max(device / (gpu.bandwidth * BANDWIDTH), waiting), all_bytes / (gpu.bandwidth * CACHE)
     rate = RATES.get((schedule, kernel))
@@ -352,27 +356,33 @@ def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], kn
     return Cost(kernel, _sum(found, rate, MATRIX), _sum(found, rate, SPECIAL), memory, cache, _sum(found, rate, TURNS), rate.launch)
 
 
+@functools.lru_cache(maxsize=4096)
+def passing(kernel: str, known: Facts, gpu: GPU) -> Cost:
+    """Of one of `PASSING`."""
+    once = traffic(kernel, known, BLOCK, BLOCK, 0.0).once if known.z * known.M * known.N else 0
+    return Cost(kernel, 0.0, 0.0, once / (gpu.bandwidth * BANDWIDTH), once / (gpu.bandwidth * CACHE), 0.0, LAUNCH)
+
+
 def _sum(found: Sequence[float], rate: Rate, terms: slice) -> float:
     return sum(map(mul, found[terms], rate[terms]))
 
 
 def least(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int,
           registers: float) -> float:
-    """Seconds below which `kernel_cost` does not come for such tiles, however many stages they have, however few programs a multiprocessor
-    holds, `resident` at most, and into however many parts keys are split. What takes long to find is left out: bytes that device memory
-    delivers again, and waiting for tiles one by one."""
+    """Seconds below which `kernel_cost` does not come for such tiles, of as many stages or fewer, however few programs a multiprocessor holds, `resident`
+    at most, and into however many parts keys are split. What takes long to find is left out: bytes that device memory delivers again, and waiting
+    for tiles one by one."""
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:
         return 0.0
     size = _of_size(schedule, kernel, tiles[0], tiles[1], known, gpu, scalar, None, 1)
     if not size.terms:
         return 0.0
-    many = (*tiles[:3], MANY)
-    found = _filled(size, schedule, kernel, many, known, gpu, scalar, resident, registers)
+    found = _filled(size, schedule, kernel, tiles, known, gpu, scalar, resident, registers)
     of_scores, turns = _sum(found, rate, MATRIX) + _sum(found, rate, SPECIAL), _sum(found, rate, TURNS)
     busy = of_scores + turns
     if (schedule, kernel) == ("triton", "forward") and size.outer < gpu.sms * resident:  # parts may fill all waves; another kernel adds them up
-        divided = _filled(size, schedule, kernel, many, known, gpu, scalar, resident, registers, whole=False)
+        divided = _filled(size, schedule, kernel, tiles, known, gpu, scalar, resident, registers, whole=False)
         busy = min(busy, of_scores / size.tail + _sum(divided, rate, TURNS) + LAUNCH)
     moved = max(size.work.once / BANDWIDTH, (size.work.once + size.work.again) / CACHE) / gpu.bandwidth
     return (max(busy, moved) + rate.launch) * (1 - 1e-9)  # sums are rounded

@@ -267,23 +267,25 @@ class _Asked:
         if self.direction == "forward":
             yield bounded(self.tiles("forward"))[0].seconds
             return
+        yield self.beside("delta") + self.beside("dense")
         for kernel in ("keys", "rows"):
             yield bounded(self.tiles(kernel))[0].seconds
-        yield self.beside("triton", "delta")
-        if self.dense:
-            yield self.beside("triton", "dense", self.dense)
 
     @functools.cached_property
     def least_hopper(self) -> float:
         """Seconds below which no plan of the Hopper schedule is predicted."""
         least = bounded(self.hopper_tiles)[0].seconds
-        return least if self.direction == "forward" else self.beside("hopper", "reset") + least + self.beside("hopper", "sum")
+        if self.direction == "forward":
+            return least
+        return self.beside("reset") + least + self.beside("sum") + (0.0 if self.dense is None or self.stored else self.beside("dense"))
 
-    def beside(self, schedule: str, kernel: str, plan: Plan | None = None) -> float:
-        """Seconds of a kernel that is planned already, or of one without tiles."""
-        tiles, programs, registers = (plan.tiles, plan.resident, plan.registers) if plan else ((BLOCK, BLOCK, 4, 1), 1, 0.0)
-        known, scalar = cost.facts(self.spec, rounded(self.problem)), units(self.problem, self.gpu) in EXACT
-        return cost.kernel_cost(schedule, kernel, tiles, known, self.gpu, scalar, programs, registers, None if plan else (0.0, 0.0)).seconds
+    def beside(self, kernel: str) -> float:
+        """Seconds of a kernel whose tiles do not depend on the schedule, if there is one."""
+        known = cost.facts(self.spec, rounded(self.problem))
+        if kernel in cost.PASSING:
+            return cost.passing(kernel, known, self.gpu).seconds
+        scalar, plan = units(self.problem, self.gpu) in EXACT, self.dense
+        return cost.kernel_cost("triton", kernel, plan.tiles, known, self.gpu, scalar, plan.resident, plan.registers, None, 1).seconds if plan else 0.0
 
     # the Hopper schedule
 
@@ -296,21 +298,26 @@ class _Asked:
         return ask("hopper", self.hopper_kernel, self.spec, self.problem, self.gpu, listed=self.listed, tiled=self.tiled)
 
     @functools.cached_property
+    def stored(self) -> str:
+        """As `Plan.stored`."""
+        needs = all_needs(self.spec) if self.needs is None else self.needs
+        return hopper_captured.storable(self.spec, self.problem, self.tiled, needs) if self.direction == "backward" else ""
+
+    @functools.cached_property
     def hopper(self) -> Plan:
         """Where tiles fit."""
-        spec, problem, gpu, kernel, backward = self.spec, self.problem, self.gpu, self.hopper_kernel, self.direction == "backward"
+        spec, problem, gpu, kernel = self.spec, self.problem, self.gpu, self.hopper_kernel
         if kernel in OVERRIDE:
             best, reason = Candidate(OVERRIDE[kernel], 0, 0.0), "tiles given by the caller"
         else:
             best, compared = chosen(self.hopper_tiles)
             reason = _reason(best, compared, gpu, True)
-        stored = hopper_captured.storable(spec, problem, self.tiled, all_needs(spec) if self.needs is None else self.needs) if backward else ""
         m, n, _, stages = best.tiles
         # of these lengths; the tiles are for a range of them
-        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(stored))
-        ordered = backward and deterministic()  # whose turn it is lies in shared memory too
+        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored))
+        ordered = kernel == "keys" and deterministic()  # whose turn it is lies in shared memory too
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,
-                             best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=stored, ordered=ordered))
+                             best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=self.stored, ordered=ordered))
 
     # the portable schedule
 
