@@ -47,11 +47,10 @@ def cut(lo, hi, full_lo, full_hi, block: int):
 
     The kernels write the same with minimum and maximum.
     """
-    start, full_start, full_stop = lo // block * block, -(-full_lo // block) * block, full_hi // block * block
-    stop = hi if hi > start else start  # no min and max: a choice of tiles calls this hundreds of times
-    full_start = start if full_start < start else stop if full_start > stop else full_start
-    full_stop = stop if full_stop > stop else full_stop
-    return start, full_start, full_stop if full_stop > full_start else full_start, stop
+    start = lo // block * block
+    stop = max(hi, start)
+    full_start = min(max(-(-full_lo // block) * block, start), stop)
+    return start, full_start, max(min(full_hi // block * block, stop), full_start), stop
 
 
 def classify(spec: AttentionSpec, BLOCK_M: int, BLOCK_N: int, M: int, N: int, sizes: Sequence[int] = (),
@@ -124,15 +123,20 @@ def estimate(visible: Expr, BLOCK_M: int, BLOCK_N: int, M: int, N: int, given: t
     given: values of what the mask reads by name beside M and N: sizes, and an index of each axis.
     """
     rows, found = -(-M // BLOCK_M), _sampled(visible, BLOCK_M, M, N, given)
-    full = partial = decided = 0
-    for ends, times in found.items():
-        start, full_start, full_stop, stop = cut(*ends[:4], BLOCK_N)
-        known = times * -((full_start - full_stop) // BLOCK_N)
-        full += known
-        partial -= times * ((start - full_start) // BLOCK_N + (full_stop - stop) // BLOCK_N)
+    seen = full = decided = 0
+    for ends, times in found.items():  # `cut`, in tiles; no min and max: a choice of tiles comes here hundreds of times
+        start, first, last, stop = ends[0] // BLOCK_N, -(-ends[2] // BLOCK_N), ends[3] // BLOCK_N, -(-ends[1] // BLOCK_N)
+        if stop <= start:
+            continue
+        seen += times * (stop - start)
+        known = (last if last < stop else stop) - (first if first > start else start)
+        known = known if known > 0 else 0
+        full += times * known
         if len(ends) > 4:
-            _, sure_start, sure_stop, _ = cut(*ends[:2], *ends[4:], BLOCK_N)
-            decided += max(0, times * -((sure_start - sure_stop) // BLOCK_N) - known)
+            first, last = -(-ends[4] // BLOCK_N), ends[5] // BLOCK_N
+            more = (last if last < stop else stop) - (first if first > start else start) - known
+            decided += times * more if more > 0 else 0
+    partial = seen - full
     share, whole = rows / min(rows, SAMPLES), (1.0 - CUT) * min(partial, decided)
     return (full + whole) * share, (partial - whole) * share
 

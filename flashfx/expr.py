@@ -41,15 +41,15 @@ class Expr:
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names of the indices and sizes that the value depends on. The dot product depends on i and j."""
-        names = {leaf.name for leaf in self.leaves if isinstance(leaf, Var)}
-        if QK in self.leaves:
-            names |= {"i", "j"}
-        return frozenset(names)
+        return frozenset().union(*(a.variables for a in self.args_()))
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:
-        """Loads below, in a fixed order."""
-        return tuple(sorted((leaf for leaf in self.leaves if isinstance(leaf, Load)), key=str))
+        """Loads below, or the node itself, in a fixed order."""
+        found = {load for a in self.args_() for load in a.loads}
+        if isinstance(self, Load):
+            found.add(self)
+        return tuple(sorted(found, key=str) if len(found) > 1 else found)
 
     def __str__(self) -> str:
         return to_text(self)
@@ -79,6 +79,7 @@ def cached_hash(cls):
 @dataclass(frozen=True, repr=False)
 class Const(Expr):
     value: bool | int | float
+    variables = frozenset()
 
     @property
     def kind(self) -> str:
@@ -102,10 +103,15 @@ class Var(Expr):
     name: str
     kind = INT
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        return frozenset((self.name,))
+
 
 @dataclass(frozen=True, repr=False)
 class _Dot(Expr):
     kind = FLOAT
+    variables = frozenset(("i", "j"))
 
 
 QK = _Dot()
