@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from ..expr import BOOL, FLOAT, INT, Call, Const, Expr, Var, call, is_const, substitute
 
+Sum = tuple[dict[Expr, int], int]
+"""Integer multiples of atoms, and a constant."""
 TILE = {"j": ("i", "i0", "i1", "N"), "i": ("j", "j0", "j1", "M")}
 """For the solved index: the tile's index, the names of its first and last element, the solved index' size."""
 
@@ -107,8 +109,8 @@ def smallest(a: Expr, b: Expr) -> Expr:
     return _extreme("minimum", a, b)
 
 
-def linear(e: Expr) -> tuple[dict[Expr, int], int]:
-    """`e` as a sum of integer multiples of atoms plus a constant; atoms are whatever is not +, -, * by a constant."""
+def linear(e: Expr, less: Expr | None = None) -> Sum:
+    """`e`, or `e - less`, as a sum of integer multiples of atoms plus a constant; atoms are whatever is not +, -, * by a constant."""
     terms: dict[Expr, int] = {}
     constant = 0
 
@@ -128,22 +130,20 @@ def linear(e: Expr) -> tuple[dict[Expr, int], int]:
             terms[x] = terms.get(x, 0) + c
 
     go(e, 1)
+    if less is not None:
+        go(less, -1)
     return {x: c for x, c in terms.items() if c}, constant
 
 
 def unlinear(terms: dict[Expr, int], constant: int) -> Expr:
     """The inverse of `linear`, positive terms first."""
     out: Expr | None = None
-    for x, c in sorted(terms.items(), key=lambda t: (t[1] < 0, str(t[0]))):
+    for x, c in sorted(terms.items(), key=lambda t: (t[1] < 0, str(t[0]))) if len(terms) > 1 else terms.items():
         part = x if abs(c) == 1 else call("mul", x, abs(c))
         out = (part if c > 0 else call("neg", part)) if out is None else call("add" if c > 0 else "sub", out, part)
     if out is None:
         return Const(constant)
     return call("add", out, constant) if constant > 0 else call("sub", out, -constant) if constant < 0 else out
-
-
-def _floordiv(e: Expr, divisor: int) -> Expr:
-    return e if divisor == 1 else call("floordiv", e, divisor)
 
 
 def proves(condition: Expr) -> bool:
@@ -269,21 +269,22 @@ class _Solver:
             a, b = e.args
             match e.op:
                 case "le": return self.at_most(a, b)
-                case "lt": return self.at_most(call("add", a, 1), b)
+                case "lt": return self.at_most(a, b, 1)
                 case "ge": return self.at_most(b, a)
-                case "gt": return self.at_most(call("add", b, 1), a)
+                case "gt": return self.at_most(b, a, 1)
             equal = self.both(self.at_most(a, b), self.at_most(b, a))
             return equal if e.op == "eq" else self.negation(equal)
         return UNKNOWN
 
     # comparisons
 
-    def at_most(self, a: Expr, b: Expr) -> Range:
-        """a <= b."""
-        terms, constant = linear(call("sub", a, b))
+    def at_most(self, a: Expr, b: Expr, more: int = 0) -> Range:
+        """a + more <= b."""
+        terms, constant = linear(a, b)
+        constant += more
         mine = [x for x in terms if self.var in x.variables]
         if not mine:
-            low, high = self.extent(unlinear(terms, constant))
+            low, high = self.ends((terms, constant))
             holds_somewhere = EVERYTHING if low is None else self._given(call("le", low, 0))
             holds_everywhere = NOTHING if high is None else self._given(call("le", high, 0))
             return Range(holds_somewhere, holds_everywhere)
@@ -291,19 +292,18 @@ class _Solver:
             return UNKNOWN
         atom, c = mine[0], terms.pop(mine[0])
         if c == -1:
-            return self.atom_at_least(atom, unlinear(terms, constant))
-        negative = unlinear(*_scaled((terms, constant), -1))
-        if c > 0:
-            return self.atom_at_most(atom, _floordiv(negative, c))
-        return self.atom_at_least(atom, unlinear(*_scaled(linear(_floordiv(negative, -c)), -1)))
+            return self.atom_at_least(atom, (terms, constant))
+        negative = _scaled((terms, constant), -1)
+        if abs(c) > 1:
+            negative = linear(call("floordiv", unlinear(*negative), abs(c)))
+        return self.atom_at_most(atom, negative) if c > 0 else self.atom_at_least(atom, _scaled(negative, -1))
 
-    def atom_at_most(self, atom: Expr, t: Expr) -> Range:
+    def atom_at_most(self, atom: Expr, limit: Sum) -> Range:
         if isinstance(atom, Var):
-            low, high = self.extent(t)
-            return Range(Interval(None, None if high is None else _plus_one(high)),
-                         NOTHING if low is None else Interval(None, _plus_one(low)))
+            low, high = self.ends(limit, 1)
+            return Range(Interval(None, high), NOTHING if low is None else Interval(None, low))
         if isinstance(atom, Call):
-            x, y = atom.args[0], atom.args[-1]
+            x, y, t = atom.args[0], atom.args[-1], unlinear(*limit)
             if atom.op == "floordiv" and isinstance(y, Const) and y.value > 0:
                 return self.at_most(x, call("add", call("mul", t, y), y.value - 1))
             if atom.op == "abs":
@@ -313,12 +313,12 @@ class _Solver:
                 return join(self.at_most(x, t), self.at_most(y, t))
         return UNKNOWN
 
-    def atom_at_least(self, atom: Expr, t: Expr) -> Range:
+    def atom_at_least(self, atom: Expr, limit: Sum) -> Range:
         if isinstance(atom, Var):
-            low, high = self.extent(t)
+            low, high = self.ends(limit)
             return Range(Interval(low, None), NOTHING if high is None else Interval(high, None))
         if isinstance(atom, Call):
-            x, y = atom.args[0], atom.args[-1]
+            x, y, t = atom.args[0], atom.args[-1], unlinear(*limit)
             if atom.op == "floordiv" and isinstance(y, Const) and y.value > 0:
                 return self.at_most(call("mul", t, y), x)
             if atom.op == "abs":
@@ -327,6 +327,16 @@ class _Solver:
                 join = self.both if atom.op == "minimum" else self.either
                 return join(self.at_most(t, x), self.at_most(t, y))
         return UNKNOWN
+
+    def ends(self, form: Sum, more: int = 0) -> tuple[Expr | None, Expr | None]:
+        """Smallest and largest value of a sum, as `extent`, and `more`."""
+        (terms, constant), tile = form, Var(self.tile)
+        if any(x.loads or x != tile and self.tile in x.variables for x in terms):
+            return tuple(_plus(x, more) if x is not None and more else x for x in self.extent(unlinear(*form)))
+        if tile not in terms:
+            return (unlinear(terms, constant + more),) * 2
+        ends = (self.first, self.last) if terms[tile] > 0 else (self.last, self.first)
+        return tuple(unlinear({end if x == tile else x: c for x, c in terms.items()}, constant + more) for end in ends)
 
     def extent(self, e: Expr) -> tuple[Expr | None, Expr | None]:
         """Smallest and largest value of `e`, which does not depend on `var`, over the tile; None: cannot say."""
@@ -358,13 +368,13 @@ class _Solver:
         return None, None
 
 
-def _scaled(form: tuple[dict[Expr, int], int], factor: int) -> tuple[dict[Expr, int], int]:
+def _scaled(form: Sum, factor: int) -> Sum:
     return {x: c * factor for x, c in form[0].items()}, form[1] * factor
 
 
-def _plus_one(e: Expr) -> Expr:
+def _plus(e: Expr, more: int) -> Expr:
     terms, constant = linear(e)
-    return unlinear(terms, constant + 1)
+    return unlinear(terms, constant + more)
 
 
 @functools.lru_cache(maxsize=1024)
