@@ -136,20 +136,22 @@ COPIES = 8
 
 def storable(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], needs: Sequence[bool]) -> str:
     """The captured tensor whose gradient is the tile dS itself, so that it can be stored on the way, or ""."""
-    offered = [load for load in candidates(spec) if load.name in tiled]
-    if not offered or problem.N % BLOCK or split_factor(derivative(spec.score, QK))[0] != Const(1.0):
+    if problem.N % BLOCK:
         return ""
     loads = differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))
-    for load in offered:
-        own = [a.name for a in load.index if not isinstance(a, Const)]
-        shared = _shared(spec, load)
+    for load in candidates(spec):
+        own, shared = [a.name for a in load.index if not isinstance(a, Const)], _shared(spec, load)
         copies = math.prod(e for a, e in zip(spec.axes, problem.extents) if a in shared)
         outermost = shared == list(spec.axes[: len(shared)])
-        is_ds = split_factor(derivative(spec.score, load)) == (Const(1.0), 1.0)
-        alone = sum(x.name == load.name for x in loads) == 1
-        if load in loads and own == list(dims_of(spec, load)) and alone and is_ds and outermost and copies <= COPIES:
+        alone = load.name in tiled and load in loads and sum(x.name == load.name for x in loads) == 1
+        if alone and outermost and copies <= COPIES and own == list(dims_of(spec, load)) and _is_ds(spec, load):
             return load.name
     return ""
+
+
+def _is_ds(spec: AttentionSpec, load: Load) -> bool:
+    """Is the gradient of what is read dS as the kernel has it?"""
+    return split_factor(derivative(spec.score, QK))[0] == Const(1.0) and split_factor(derivative(spec.score, load)) == (Const(1.0), 1.0)
 
 
 def _shared(spec: AttentionSpec, load: Load) -> list[str]:
