@@ -26,7 +26,6 @@ READING = 232, 40
 """Of two, where the producer needs some: it reads lists or vectors beside what it copies, or copies wide heads under dropout."""
 
 
-
 def is_uneven(site: Site) -> bool:
     """Do tiles of rows differ in the number of keys that they see? Then a program takes the next tile when it is done with one."""
     return site.listed or not site.by_rows.is_total
@@ -172,13 +171,31 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
     return producer
 
 
-def _pass(out: Writer, first: str, end: str) -> None:
+def in_turn(site: Site) -> bool:
+    """Do warpgroups issue their products in turn (`codegen/turns.py`)? Of three each gains by it, on an H200 at head size 64 1 to 5 %, at 32 and 48 1 to 9;
+    but under a mask at 64, where each has tiles of its own to see, -1 to 3. Two, at 128, lose 1 to 3."""
+    return site.warpgroups == 3 and (site.by_rows.is_total or max(site.D, site.Dv) < 64)
+
+
+def _await_turn(site: Site, out: Writer) -> None:
+    if in_turn(site):
+        out.line("await_turn(WARPGROUP)")
+
+
+def _pass_turn(site: Site, out: Writer) -> None:
+    if in_turn(site):
+        out.line(f"pass_turn(WARPGROUP, {site.warpgroups})")
+
+
+def _pass(site: Site, out: Writer, first: str, end: str) -> None:
     """Tiles of keys that none of the warpgroup's rows sees: their places are free."""
     with out.block(f"for t in tl.range({first}, {end}):"):
         out.assign("slot", "tile % STAGES")
         for letter in ("k", "v"):
             out.line(f"mbarrier.wait({letter}_full.index(slot), tile // STAGES & 1)")
             out.line(f"mbarrier.arrive({letter}_empty.index(slot), count=1)")
+        _await_turn(site, out)
+        _pass_turn(site, out)
         out.assign("tile", "tile + 1")
 
 
@@ -199,6 +216,10 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
     out.assign("number", "tl.program_id(0)")
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
+
+    if in_turn(site):
+        with out.block(f"if WARPGROUP == {site.warpgroups - 1}:"):
+            _pass_turn(site, out)
 
     def read_told(*names: str) -> None:
         for name in names:
@@ -232,10 +253,12 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         begins, ends = own and site.by_rows.lo != Const(0), own and site.by_rows.hi != Var("N")  # else they are those of the tile
         first, last = ("first" if begins else "0"), ("last" if ends else "count")
         if begins:
-            _pass(out, "0", first)
+            _pass(site, out, "0", first)
         out.assign("slot", "tile % STAGES")
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
+        _await_turn(site, out)
         _issue_scores(site, out, "slot")
+        _pass_turn(site, out)
         if not site.listed:
             out.assign("j0", "late(start, turn)" if ended(site) and (spec.dropout or not site.whole) else tile_start(site, "j", first) if begins else "start")
         _enter(site, program, out, partial)
@@ -256,9 +279,11 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.assign("tile", "tile + 1")
             out.assign("slot", "tile % STAGES")
             out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
+            _await_turn(site, out)
             _issue_scores(site, out, "slot")
             out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
             _issue_values(site, out, "previous")
+            _pass_turn(site, out)
             _enter(site, program, out, partial)
             out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
             _leave_keys(site, out)
@@ -274,7 +299,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
         out.assign("tile", "tile + 1")
         if ends:
-            _pass(out, last, "count")
+            _pass(site, out, last, "count")
         if _reads_again(site):
             read_told("z", *map(local, spec.axes), "i0")
             out.assign("i0", f"i0 + WARPGROUP * {ROWS}")

@@ -136,6 +136,7 @@ def tiles(
     minutes: Annotated[float, typer.Option(help="stop after this long, with what there is")] = 60.0,
     only: Annotated[str, typer.Option(help="comma-separated texts: workloads whose name contains one; a table that is there already keeps all else")] = "",
     schedules: Annotated[str, typer.Option(help="comma-separated: hopper, triton; with one of them a table that is there already keeps the other's times")] = "hopper,triton",
+    directions: Annotated[str, typer.Option("--pass", help="comma-separated: forward, backward; likewise")] = "forward,backward",
 ) -> None:
     """Every tile that fits, kernel by kernel, over a grid of specs: what the cost model's rates are fitted to.
 
@@ -144,17 +145,19 @@ def tiles(
       python -m flashfx bench tiles
       python -m flashfx bench tiles h200.json --minutes 10
       python -m flashfx bench tiles h200.json --only "bias d=64,trained d=128"
-      python -m flashfx bench tiles h200.json --schedules hopper
+      python -m flashfx bench tiles h200.json --schedules hopper --pass forward
     """
     from ..codegen.gpu import current
-    from .sweep import SCHEDULES, Table, grid, sweep
+    from .sweep import DIRECTIONS, SCHEDULES, Table, grid, sweep
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     title, workloads, chosen = device_line(where), grid(quick, only), _chosen(schedules, SCHEDULES, "schedule")
+    ways = _chosen(directions, DIRECTIONS, "pass")
+    again = bool(only) or len(chosen) < len(SCHEDULES) or len(ways) < len(DIRECTIONS)
     if not workloads:
         raise typer.BadParameter(f"no workload has any of {only!r} in its name; there are: {', '.join(sorted({str(w) for w in grid(quick)}))}")
     print(title, *map(str, workloads if only else ()), sep="\n", flush=True)
-    sweep(workloads, current(where), where, Table(path, title, bool(only) or len(chosen) < len(SCHEDULES)), processes or os.cpu_count() or 1, 60 * minutes,
-          lambda text: print(text, flush=True), chosen)
+    sweep(workloads, current(where), where, Table(path, title, again), processes or os.cpu_count() or 1, 60 * minutes,
+          lambda text: print(text, flush=True), chosen, ways)
 
 
 @app.command()

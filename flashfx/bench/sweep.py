@@ -98,7 +98,7 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
     return found
 
 
-SCHEDULES = ("hopper", "triton")
+SCHEDULES, DIRECTIONS = ("hopper", "triton"), ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -267,10 +267,10 @@ class Table:
 
 
 def sweep(workloads: list[Workload], gpu: GPU, device: torch.device, table: Table, processes: int, seconds: float, say: Callable[[str], None],
-          schedules: Sequence[str] = SCHEDULES) -> None:
+          schedules: Sequence[str] = SCHEDULES, directions: Sequence[str] = DIRECTIONS) -> None:
     """Compile in `processes` processes, measure what is compiled as it comes; ends after `seconds` at the latest."""
     start, clock, inputs = time.perf_counter(), Clock(device), {}
-    todo = [job for w in workloads for job in jobs(w, gpu, schedules)]
+    todo = [job for w in workloads for job in jobs(w, gpu, schedules) if job.direction in directions]
     written = 0.0
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         pending = {pool.submit(compiled, job) for job in todo}

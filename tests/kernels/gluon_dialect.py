@@ -185,7 +185,24 @@ def within(tile, start, stop, HIDDEN):
     return torch.where((columns >= (0 if start is None else scalar(start))) & (columns < scalar(stop)), tile, HIDDEN)
 
 
-OVERRIDES = dict(within=within, random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
+def await_turn(WARPGROUP):
+    turns = _turns()
+    _here.task.pause(lambda: turns.get(WARPGROUP, 0) > 0)
+    turns[WARPGROUP] -= 1
+
+
+def pass_turn(WARPGROUP, WARPGROUPS):
+    turns, following = _turns(), (WARPGROUP + 1) % WARPGROUPS
+    assert not turns.get(following, 0), "a named barrier has all its arrivals already"
+    turns[following] = 1
+
+
+def _turns() -> dict[int, int]:
+    """Of the program's named barriers, which have been arrived at."""
+    return _here.task.simulation.turns.setdefault(_here.task.program, {})
+
+
+OVERRIDES = dict(within=within, await_turn=await_turn, pass_turn=pass_turn, random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
                  is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised,
