@@ -1,5 +1,5 @@
 """Warpgroups that issue their products in turn (FlashAttention-3, section 3.1, ping-pong scheduling): while one computes a softmax, the matrix units work for
-another. Each has one of PTX's named barriers, at which it awaits the one before it; Triton takes the first few for partitions."""
+another. Each has one of PTX's named barriers, at which it awaits the one before it; Triton takes the first few of the 16 for partitions, so that these begin at 12."""
 from __future__ import annotations
 
 TURNS = '''@gluon.constexpr_function
@@ -24,5 +24,6 @@ def await_turn(WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Lets the next warpgroup go; behind the last comes the first."""
     NAME: gl.constexpr = 12 + (WARPGROUP + 1) % WARPGROUPS
     named_barrier("arrive", NAME)'''

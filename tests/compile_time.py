@@ -135,8 +135,8 @@ def caches() -> dict:
 def plans() -> None:
     """Milliseconds of a first choice, of this thread's CPU time and of the clock, the least of five (what other work on the machine and the collection
     of garbage add is in none of them for certain). Nothing is remembered that depends on sizes ("known spec"), or on
-    the spec either ("new spec", expressions parsed anew); or the site's forward was planned before, as it always is ("behind forward"). What is worked out once in a process is not in it: compiling the cost model's formulas.
-    Nor is whether a mask over indices pays for a run-time summary, which evaluates the mask: that is timed by itself."""
+    the spec either ("new spec", expressions parsed anew); or the site's forward was planned before, as it always is ("behind forward"). What is worked out
+    once in a process is not in it: compiling the cost model's formulas. Nor is whether a mask over indices pays for a run-time summary, which evaluates the mask: that is timed by itself."""
     from flashfx.codegen import blocks, plan
     from flashfx.codegen.gpu import BY_NAME
     from flashfx.region import Problem
