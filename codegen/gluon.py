@@ -11,6 +11,7 @@ from typing import Iterable, Mapping, Sequence
 
 from .philox import ROUNDS
 from .program import HELPERS, NATIVE_TANH
+from .tickets import TICKETS
 from .turns import TURNS
 from .within import WITHIN
 from .writer import Kernel, Writer, wrapped
@@ -281,7 +282,7 @@ def helpers(text: str) -> list[str]:
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
     return [*found, *([KEEP_TILE] if "random_bits(" in text else []), *([APART] if "apart(" in text else []),
             *([MARK] if "marked_by_keep(" in text else []), *([LATE] if "late(" in text else []), *([RUNNING] if "raised(" in text else []),
-            *([WITHIN] if "within(" in text else []), *([TURNS] if "await_turn(" in text else [])]
+            *([WITHIN] if "within(" in text else []), *([TURNS] if "await_turn(" in text else []), *([TICKETS] if "take_ticket(" in text else [])]
 
 
 def words_of(text: str) -> set[str]:

@@ -18,7 +18,7 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     some every inside columns row blocks Kinds RowBlocks KeyBlocks
     triton torch dense diagonal diagonals all_rows differences value slots end_slot place turned line lines total inside difference length chunks p0 g0 sums beyond upper lower there span shares raw_0 raw_1 place_0 place_1 hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
     reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
-    row_scale slope first last work turns number following own q_slot next_number Taken lane all groups group size
+    row_scale slope first last work turns number own q_slot ticket Taken lane all groups group size
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
     delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full rows_empty after freeing freeing_phase key0 sum_tile Sum Taken blocks partial_tiles average words kept kept_half positive next_qk next_acc next_dp
     next_dv next_dk next_dq

@@ -230,9 +230,8 @@ def compares(spec: AttentionSpec) -> bool:
     return not spec.visible.loads and not any(isinstance(x, Call) and x.row.cost == "div" for x in walk(spec.visible))
 
 
-def tells(spec: AttentionSpec, head: int) -> bool:
-    """Does the warp that copies tell the others of a forward where a tile is? Where a mask reads data or divides all would work out much; beside a wide
-    head a score that reads data leaves them too few registers for it."""
+def is_laden(spec: AttentionSpec, head: int) -> bool:
+    """Does a mask that reads data or divides, or a score that reads data beside a wide head, take a forward's registers?"""
     return not compares(spec) or head > 192 and bool(spec.score.loads)
 
 

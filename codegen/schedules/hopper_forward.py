@@ -18,7 +18,7 @@ from .hopper_locate import is_by_host, locate_own, locate_rows, narrows, worked_
 from .hopper_softmax import across_threads, lags, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
-from .hopper import tells, tile_view, tiles_name, tma_arguments
+from .hopper import is_laden, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
@@ -27,13 +27,9 @@ READING = 232, 40
 
 
 def is_uneven(site: Site) -> bool:
-    """Do tiles of rows differ in the number of keys that they see? Then a program takes the next tile when it is done with one."""
+    """Do tiles of rows differ in the number of keys that they see? Then a program takes the next tile when it is done with one, and the warp that copies tells
+    the others where it is: it is ahead of them, and what they make of arguments alone the assembler keeps in registers of every partition."""
     return site.listed or not site.by_rows.is_total
-
-
-def is_told(site: Site) -> bool:
-    """Does the warp that copies tell the others where a tile is? What they make of arguments alone the assembler keeps in registers of every partition."""
-    return is_uneven(site) and (site.listed or tells(site.spec, max(site.D, site.Dv)))
 
 
 def told(site: Site, returns: list[str], name: str) -> str:
@@ -62,18 +58,16 @@ def forward_kernel(site: Site) -> Kernel:
         if name.startswith("out"):
             out.assign(name, f"gl.allocate_shared_memory({tiles_name('Out', c)}.dtype, [{warpgroups}, {block_shape(site, 'Out', ROWS, c)}], "
                              f"{tiles_name('Out', c)}.layout)")
-    if is_uneven(site):
-        out.assign("next_number", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     reserve_vectors(site, out)
     locate, returns, partial = locate_rows(site)
-    if is_told(site):
+    if is_uneven(site):
         out.assign("told_ring", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles * len(returns)}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     barriers(out, site.q_tiles, {"q_full": 2 if is_uneven(site) else 1, "q_empty": warpgroups})
     barriers(out, "STAGES", {"k_full": 1 + by_hand(site), "k_empty": warpgroups, "v_full": 1, "v_empty": warpgroups})
     out.line("fence_async_shared()")
     call = ", ".join(returns) + " = " + kernel.function(locate, ["number"], returns)
     own = ""
-    if narrows(site) and not is_told(site):
+    if narrows(site):
         function, takes, gives = locate_own(site)
         own = ", ".join(gives) + " = " + kernel.function(function, takes, gives).replace("begin", "start", 1)
     attend, producer = _attend(site, partial, call, returns, own), _load_tiles(site, call, returns)
@@ -85,7 +79,7 @@ def forward_kernel(site: Site) -> Kernel:
 
 def _reads_again(site: Site) -> bool:
     """Does a warpgroup read again behind the loop where its tile is? That loop lacks registers for it."""
-    return is_told(site) and (site.spec.dropout > 0 or len(site.v_chunks) > 1 or site.Dv > 192)
+    return is_uneven(site) and (site.spec.dropout > 0 or len(site.v_chunks) > 1 or site.Dv > 192)
 
 
 def _staged(site: Site) -> list[tuple[Chunk, str, str]]:
@@ -101,7 +95,8 @@ def _staged(site: Site) -> list[tuple[Chunk, str, str]]:
 def stores_directly(site: Site) -> bool:
     """Does a second piece of the output go to memory from registers? The assembler keeps from tile to tile what says where TMA is to store, though nothing reads
     it, and beside tables that end, lists and masks of data it has no registers for two. Without need it is 15 % slower to 7 % faster."""
-    return len(site.v_chunks) > 1 and (bool(ended(site)) or is_told(site))
+    laden = site.listed or is_uneven(site) and is_laden(site.spec, max(site.D, site.Dv))
+    return len(site.v_chunks) > 1 and (bool(ended(site)) or laden)
 
 
 def _q_slot(site: Site, turn: str = "turn") -> str:
@@ -124,24 +119,24 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
 
-    def announce(number: str, beside: dict[str, str], numbers: list[str]) -> None:
+    def announce(beside: dict[str, str], numbers: dict[str, str]) -> None:
         out.assign("q_slot", _q_slot(site))
         out.line(f"mbarrier.wait(q_empty.index(q_slot), {_q_phase(site)} ^ 1)")
         if uneven:
-            for name, value in ({"next_number": f"gl.full([1], {number}, gl.int32, lane)"} | beside).items():
+            for name, value in beside.items():
                 out.line(f"{name}.index(q_slot).store({value})")
-            for name in numbers:
-                out.line(f"{told(site, returns, name)}.store(gl.full([1], {name}, gl.int32, lane))")
+            for name, value in numbers.items():
+                out.line(f"{told(site, returns, name)}.store(gl.full([1], {value}, gl.int32, lane))")
             out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
 
     with out.block("while number < work:"):
         if uneven:
-            out.assign("following", "tl.num_programs(0) + gl.atomic_add(Taken, 1)", "known by the time it is needed")
+            out.assign("ticket", "take_ticket(Taken)", "the counter has answered by the time that the number is needed")
         out.line(locate)
         if site.listed:
             listed_tiles(site, out, "j")
         beside, program = read_rows(site, out)
-        announce("number", beside, returns if is_told(site) else [])
+        announce(beside, dict(zip(returns, returns)))
         out.line(f"mbarrier.expect(q_full.index(q_slot), BLOCK_M * {width * 2})")
         for n in range(site.warpgroups):
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
@@ -163,10 +158,10 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
                         out.line(f"{name}.index(tile % {PLACES}).store({value})")
                     out.line("mbarrier.arrive(k_full.index(slot), count=1)")
             out.assign("tile", "tile + 1")
-        out.assign("number", "following" if uneven else "number + tl.num_programs(0)")
+        out.assign("number", "tl.num_programs(0) + number_on(ticket)" if uneven else "number + tl.num_programs(0)")
         out.assign("turn", "turn + 1")
     if uneven:
-        announce("-1", {}, [])
+        announce({}, {"z": "-1"})
         out.line("mbarrier.arrive(q_full.index(q_slot), count=1)", "no tile is left")
     return producer
 
@@ -213,7 +208,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
     out.line("keywise: gl.constexpr = gl.SliceLayout(0, scores)")
     out.assign("cols", "gl.arange(0, BLOCK_N, keywise)")
     out.assign("zeros", f"gl.zeros([{ROWS}, BLOCK_N], gl.float32, scores)")
-    out.assign("number", "tl.program_id(0)")
+    if not is_uneven(site):
+        out.assign("number", "tl.program_id(0)")
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
 
@@ -225,12 +221,19 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         for name in names:
             out.assign(name, f"gl.max({told(site, returns, name)}.load({SCALAR}), 0)")
 
-    with out.block("while number >= 0:" if is_uneven(site) else "while number < work:"):
-        arrived = f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})"
-        if is_told(site):
-            out.assign("q_slot", _q_slot(site))
-            out.line(arrived)
-            read_told(*returns)
+    def arrived() -> None:
+        out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
+
+    def next_tile() -> None:
+        out.assign("q_slot", _q_slot(site))
+        arrived()
+        read_told("z")
+
+    if is_uneven(site):
+        next_tile()
+    with out.block("while z >= 0:" if is_uneven(site) else "while number < work:"):
+        if is_uneven(site):
+            read_told(*returns[1:])
         else:
             out.line(locate)
         out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
@@ -238,11 +241,11 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.line(own)
         out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
         last_of_tile(site, out, "j", "i0", ROWS)
-        if not is_told(site):
+        if not is_uneven(site):
             out.assign("q_slot", _q_slot(site))
         before = out.section()
-        if not is_told(site):
-            out.line(arrived)
+        if not is_uneven(site):
+            arrived()
         behind = out.section()
         program = Program(spec, out.section() if vectors(spec, "i") else before, inner="j")
         program.withholds = spec.dropout > 0 and is_by_host(site)
@@ -311,9 +314,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.line("mbarrier.arrive(q_empty.index(0), count=1)")
         out.assign("turn", "turn + 1")
         if is_uneven(site):
-            out.assign("q_slot", _q_slot(site))
-            out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
-            out.assign("number", f"gl.max(next_number.index(q_slot).load({SCALAR}), 0)")
+            next_tile()
         else:
             out.assign("number", "number + tl.num_programs(0)")
     out.line("tma.store_wait(0)")

@@ -19,7 +19,7 @@ from ..factors import split_factor
 from ..order import long_first
 from ..parts import Site, chunks
 from ..ranges import bounds, never_empty
-from .hopper import tells
+from .hopper import is_laden
 from .hopper_captured import outermost, shares
 from .hopper_locate import by_host, visits_together
 from .hopper_vectors import compared, groups, vector_bytes, vectors
@@ -66,7 +66,8 @@ def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, 
 @functools.lru_cache(maxsize=4096)
 def stores_directly(spec: AttentionSpec, problem: Problem, listed: bool) -> bool:
     """As `hopper_forward.stores_directly`."""
-    return len(_pieces(problem.Dv)) > 1 and (QK in spec.score.leaves and any(map(ends, spec.score.loads)) or _told(spec, problem, listed) > 0)
+    laden = listed or is_laden(spec, max(problem.D, problem.Dv)) and not bounds(spec.visible, "j").is_total
+    return len(_pieces(problem.Dv)) > 1 and (QK in spec.score.leaves and any(map(ends, spec.score.loads)) or laden)
 
 
 def _staged_apart(problem: Problem, directly: bool) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         found += [(queries * NUMBER, 16)] * (2 * listed) + [((stages + 1) * NUMBER, 16)] * (listed + bool(compared(spec)))
         uneven = not bounds(spec.visible, "j").is_total
         found += [(queries * NUMBER * number, 16) for number in [_told(spec, problem, listed)] if number]
-        found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4 + [(queries * NUMBER, 16)] * uneven
+        found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4
         # the last: a byte for each warp of the other partitions
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 8)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
@@ -199,7 +200,7 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
         # lists of a batch index; their length, and N only where that is asked for
         sizes += NUMBER * (bool(spec.mask().axes) + names_length(spec, problem, tiled))
     beside += _buffer(2) * (_told(spec, problem, listed) > 0)
-    return maps + rings + sizes + ADDRESS + (ADDRESS + _buffer(2)) * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
+    return maps + rings + sizes + ADDRESS + ADDRESS * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
 
 
 def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) -> bool:
@@ -214,9 +215,9 @@ def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) ->
 
 @functools.lru_cache(maxsize=4096)
 def _told(spec: AttentionSpec, problem: Problem, listed: bool) -> int:
-    """How many numbers the one warp of forward tells the warpgroups (`hopper_forward.is_told`)."""
+    """How many numbers the one warp of forward tells the warpgroups (`hopper_forward.is_uneven`)."""
     found = bounds(spec.visible, "j")
-    if not (listed or tells(spec, max(problem.D, problem.Dv)) and not found.is_total):
+    if found.is_total and not listed:
         return 0
     whole = problem.N % BLOCK == 0 and found.full_hi == Var("N")
     return 2 + len(spec.axes) + (0 if listed else 2 + found.has_full * ((not found.starts_full) + (not whole)))
