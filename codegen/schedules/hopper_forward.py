@@ -14,7 +14,7 @@ from ..program import Program
 from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_locate import is_by_host, locate_own, locate_rows, narrows, worked_out
+from .hopper_locate import is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
 from .hopper_softmax import across_threads, lags, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
@@ -24,17 +24,6 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
 READING = 232, 40
 """Of two, where the producer needs some: it reads lists or vectors beside what it copies, or copies wide heads under dropout."""
-
-
-def is_uneven(site: Site) -> bool:
-    """Do tiles of rows differ in the number of keys that they see? Then a program takes the next tile when it is done with one, and the warp that copies tells
-    the others where it is: it is ahead of them, and what they make of arguments alone the assembler keeps in registers of every partition."""
-    return site.listed or not site.by_rows.is_total
-
-
-def told(site: Site, returns: list[str], name: str) -> str:
-    """Where a number that `locate_rows` returns lies in shared memory."""
-    return f"told_ring.index(q_slot * {len(returns)} + {returns.index(name)})"
 
 
 def forward_kernel(site: Site) -> Kernel:
@@ -61,7 +50,7 @@ def forward_kernel(site: Site) -> Kernel:
     reserve_vectors(site, out)
     locate, returns, partial = locate_rows(site)
     if is_uneven(site):
-        out.assign("told_ring", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles * len(returns)}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+        out.assign("told_ring", f"gl.allocate_shared_memory(gl.int32, [{site.q_tiles * len(told_of(site, returns))}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     barriers(out, site.q_tiles, {"q_full": 2 if is_uneven(site) else 1, "q_empty": warpgroups})
     barriers(out, "STAGES", {"k_full": 1 + by_hand(site), "k_empty": warpgroups, "v_full": 1, "v_empty": warpgroups})
     out.line("fence_async_shared()")
@@ -79,7 +68,7 @@ def forward_kernel(site: Site) -> Kernel:
 
 def _reads_again(site: Site) -> bool:
     """Does a warpgroup read again behind the loop where its tile is? That loop lacks registers for it."""
-    return is_uneven(site) and (site.spec.dropout > 0 or len(site.v_chunks) > 1 or site.Dv > 192)
+    return is_told(site) and (site.spec.dropout > 0 or len(site.v_chunks) > 1 or site.Dv > 192)
 
 
 def _staged(site: Site) -> list[tuple[Chunk, str, str]]:
@@ -126,7 +115,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
             for name, value in beside.items():
                 out.line(f"{name}.index(q_slot).store({value})")
             for name, value in numbers.items():
-                out.line(f"{told(site, returns, name)}.store(gl.full([1], {value}, gl.int32, lane))")
+                out.line(f"{told_at(site, returns, name)}.store(gl.full([1], {value}, gl.int32, lane))")
             out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
 
     with out.block("while number < work:"):
@@ -136,7 +125,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
         if site.listed:
             listed_tiles(site, out, "j")
         beside, program = read_rows(site, out)
-        announce(beside, dict(zip(returns, returns)))
+        announce(beside, {name: name for name in told_of(site, returns)})
         out.line(f"mbarrier.expect(q_full.index(q_slot), BLOCK_M * {width * 2})")
         for n in range(site.warpgroups):
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
@@ -161,7 +150,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
         out.assign("number", "tl.num_programs(0) + number_on(ticket)" if uneven else "number + tl.num_programs(0)")
         out.assign("turn", "turn + 1")
     if uneven:
-        announce({}, {"z": "-1"})
+        announce({}, {told_of(site, returns)[0]: "-1"})
         out.line("mbarrier.arrive(q_full.index(q_slot), count=1)", "no tile is left")
     return producer
 
@@ -219,7 +208,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
 
     def read_told(*names: str) -> None:
         for name in names:
-            out.assign(name, f"gl.max({told(site, returns, name)}.load({SCALAR}), 0)")
+            out.assign(name, f"gl.max({told_at(site, returns, name)}.load({SCALAR}), 0)")
 
     def arrived() -> None:
         out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")
@@ -227,19 +216,23 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
     def next_tile() -> None:
         out.assign("q_slot", _q_slot(site))
         arrived()
-        read_told("z")
+        read_told(told)
 
+    told, *rest = told_of(site, returns)
     if is_uneven(site):
         next_tile()
-    with out.block("while z >= 0:" if is_uneven(site) else "while number < work:"):
-        if is_uneven(site):
-            read_told(*returns[1:])
+    with out.block(f"while {told} >= 0:" if is_uneven(site) else "while number < work:"):
+        if is_told(site):
+            read_told(*rest)
+            if "start" in returns and "start" not in rest:
+                out.assign("start", "0")
         else:
             out.line(locate)
         out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
         if own:
             out.line(own)
-        out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
+        rows = f"gl.arange(0, {ROWS}, rowwise)"
+        out.assign("i", f"i0 + {f'late({rows}, z)' if site.Dv > 192 else rows}")  # else a thread's rows would be worked out in front of all partitions
         last_of_tile(site, out, "j", "i0", ROWS)
         if not is_uneven(site):
             out.assign("q_slot", _q_slot(site))

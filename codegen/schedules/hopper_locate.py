@@ -3,14 +3,15 @@ from __future__ import annotations
 
 from typing import Sequence
 
-from ...expr import Var
+from ...expr import Const, Var
 from ...spec import AttentionSpec
 from ..gluon import Partition
+from ..captured import ends
 from ..parts import Site, chunks, count, decode
 from ..program import Program, local
 from ..ranges import bounds
 from .forward import heavy_last
-from .hopper import ROWS, is_crowded, segments, takes_three
+from .hopper import ROWS, is_crowded, is_laden, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
 
 L2_KIB = 12 * 1024
@@ -82,6 +83,36 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
     out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
     extra = [name for name in ("full_start", "full_stop") if name in partial]
     return function, ["z", *(local(a) for a in axes), "i0", "start", *extra, "count"], partial
+
+
+def is_uneven(site: Site) -> bool:
+    """Do tiles of rows differ in the number of keys that they see? Then a program takes the next tile when it is done with one."""
+    return site.listed or not site.by_rows.is_total
+
+
+def is_told(site: Site) -> bool:
+    """Does the warp that copies tell the others where a tile is? It is ahead of them, and what they make of arguments alone the assembler keeps in registers of
+    every partition."""
+    return is_uneven(site) and (site.listed or tells(site.spec, max(site.D, site.Dv)))
+
+
+def tells(spec: AttentionSpec, head: int) -> bool:
+    """As `is_told`, of tiles that no list names. Beside tables that end registers are too few for numbers that nothing can work out again."""
+    return is_laden(spec, head) or not any(map(ends, spec.score.loads))
+
+
+def told_of(site: Site, returns: list[str]) -> list[str]:
+    """The numbers that are told of a tile, the first at least 0: all that `locate_rows` returns but a start that is 0 for every tile; or
+    the tile's own."""
+    if not is_told(site):
+        return ["number"]
+    return [name for name in returns if name != "start" or site.by_rows.lo != Const(0)]
+
+
+def told_at(site: Site, returns: list[str], name: str) -> str:
+    """Where one of them lies in shared memory."""
+    names = told_of(site, returns)
+    return f"told_ring.index(q_slot * {len(names)} + {names.index(name)})"
 
 
 def narrows(site: Site) -> bool:

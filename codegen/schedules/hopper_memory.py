@@ -21,7 +21,7 @@ from ..parts import Site, chunks
 from ..ranges import bounds, never_empty
 from .hopper import is_laden
 from .hopper_captured import outermost, shares
-from .hopper_locate import by_host, visits_together
+from .hopper_locate import by_host, tells, visits_together
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
@@ -215,12 +215,14 @@ def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) ->
 
 @functools.lru_cache(maxsize=4096)
 def _told(spec: AttentionSpec, problem: Problem, listed: bool) -> int:
-    """How many numbers the one warp of forward tells the warpgroups (`hopper_forward.is_uneven`)."""
+    """How many numbers the one warp of forward tells the warpgroups (`hopper_locate.told_of`)."""
     found = bounds(spec.visible, "j")
     if found.is_total and not listed:
         return 0
+    if not listed and not tells(spec, max(problem.D, problem.Dv)):
+        return 1
     whole = problem.N % BLOCK == 0 and found.full_hi == Var("N")
-    return 2 + len(spec.axes) + (0 if listed else 2 + found.has_full * ((not found.starts_full) + (not whole)))
+    return 2 + len(spec.axes) + (0 if listed else 1 + (found.lo != Const(0)) + found.has_full * ((not found.starts_full) + (not whole)))
 
 
 def _of_the_warp(spec: AttentionSpec, listed: bool) -> tuple[Load, ...]:
