@@ -75,7 +75,7 @@ from a tile's last byte to asking for another: what a program of the portable sc
 that read the same keys beside each other, as of grouped queries, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.777, pieces=0.126, slim=0.0964, element=0.53, broad=0.222, function=0.663, step=0.251, random=1.13, load=0.592, pressure=9.95, partial=0.102, tile=2.4e-07, shallow=9.27e-08, restart=8.64e-07, cold=0.841, launch=8.74e-06),  # 270 measurements
+    ('hopper', 'forward'): Rate(matrix=0.79, pieces=0.111, slim=0.0729, element=0.491, broad=0.248, function=0.605, step=0.242, random=1.11, load=0.585, pressure=9.22, tile=2.5e-07, shallow=9.78e-08, restart=5.13e-07, cold=0.889, launch=8.04e-06),  # 270 measurements
     ('hopper', 'one_pass'): Rate(matrix=0.522, pieces=0.841, element=2.49, function=0.701, step=0.0653, random=1.21, load=1.15, pressure=4.92, shallow=7.95e-07, nested=7.8e-08, turn=7.01e-07, restart=3.17e-07, launch=1.79e-05),  # 80 measurements
     ('triton', 'forward'): Rate(matrix=1.43, scalar=2.63, split=1.94, pieces=0.353, slim=0.171, element=0.949, solo=0.381, function=0.554, step=0.107, random=1.72, load=0.585, pressure=0.29, partial=0.611, shallow=1.03e-06, narrow=1.3e-07, turn=2.41e-06, cold=0.597, launch=4.37e-06),  # 392 measurements
     ('triton', 'keys'): Rate(matrix=1.24, scalar=4.27, older=2.57, split=1.61, pieces=0.308, slim=0.243, shared=0.447, element=0.786, wide=0.489, broad=0.091, solo=1.19, function=1.44, random=5.02, load=3.25, tile=1.81e-07, shallow=2e-07, nested=3.16e-07, turn=2.64e-06, restart=8.46e-07, cold=1.18),  # 281 measurements
