@@ -101,7 +101,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         found += [(queries * NUMBER * number, 16) for number in [_told(spec, problem, listed)] if number]
         found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4
         # the last: a byte for each warp of the other partitions
-        return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 8)])
+        return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 4)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     split = _is_split(problem)
     late = split and stages > 2  # `hopper_keys.frees_late`
@@ -120,7 +120,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     told = keys * (4 + len(spec.axes) - len(others) + (not split and spec.dropout > 0)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
     found += [(NUMBER * number, 16) for number in told]
-    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed), 8), (12 if split else 4, 8)])
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed), 8), (12 if split else 4, 4)])
 
 
 def _is_split(problem: Problem) -> bool:
