@@ -5,8 +5,8 @@ from typing import Sequence
 
 from ...expr import Const, Var
 from ...spec import AttentionSpec
-from ..gluon import Partition
 from ..captured import ends
+from ..gluon import Partition
 from ..parts import Site, chunks, count, decode
 from ..program import Program, local
 from ..ranges import bounds
