@@ -101,6 +101,14 @@ def test_a_peer_that_fails_is_a_row_that_says_why():
     assert f"no number for flash (t5 d=16 N={N}): scaled_dot_product_attention cannot say it" in shown
 
 
+def test_what_calls_keep_the_host_is_said():
+    def row(peer, n, us, by_call=()):
+        return Row("full", peer, 1, 8, 8, n, 64, "bfloat16", {"both": 1.0}, {"both": 2.0}, host_us={"both": us}, by_call=by_call)
+    said = summary([row("flashfx", 64, 30.0), row("flashfx", 128, 32.0), row("flashfx", 256, 90.0), row("cudnn", 64, 20.0, ("both",)), row("plain", 64, 99.0)], ["both"])
+    assert "host time of a call in microseconds, median and most: flashfx both 32 (90); cudnn both 20 (20)" in said
+    assert "not recorded as CUDA graphs: cudnn both" in said
+
+
 def test_a_peer_that_ends_the_gpus_context_ends_the_run_with_what_there_is(monkeypatch, tmp_path, capsys):
     """As FlexAttention does on a tensor of more than 2**31 elements."""
     from flashfx.bench import command

@@ -69,7 +69,8 @@ def attention(
     passes: Annotated[str, typer.Option("--pass", help=f"comma-separated: {', '.join(PASSES)}")] = "forward,both",
     peers: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(PEERS)}")] = "flashfx,flex,flash,cudnn,fa4",
     plain: Annotated[bool, typer.Option(help="flashfx beside plain attention of as many tokens and visible keys")] = False,
-    graph: Annotated[bool, typer.Option(help="replay calls as CUDA graphs: the device's time alone, for every peer")] = False,
+    graph: Annotated[bool, typer.Option(help="on a GPU, replay calls as CUDA graphs: the device's time, for every peer; --no-graph: call after call, which wait for "
+                                        "the host where they are short")] = True,
     check: Annotated[bool, typer.Option(help="compare outputs and gradients with float64")] = True,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu")] = "",
     json_path: Annotated[str, typer.Option("--json", help="write every row here")] = "",
@@ -91,7 +92,7 @@ def attention(
     sizes = [(pair[0], pair[-1]) for pair in (_numbers(s.replace(":", ","), "head size") for s in head_size.split(","))]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     title = device_line(where)
-    print(f"{title}{', CUDA graphs' if graph else ''}\n{head(who, plain)}", flush=True)
+    print(f"{title}{', CUDA graphs' if graph and where.type == 'cuda' else ''}\n{head(who, plain)}", flush=True)
     rows, ended, plainly = [], "", functools.cache(lambda name, shape: measure(name, "flashfx", shape, which, False, graph))
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("", total=len(names) * len(sizes) * len(lengths) * len(who))

@@ -22,7 +22,9 @@ WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 @dataclass(frozen=True)
 class Row:
     """One peer on one workload. ms, TFLOP/s, and the TFLOP/s that the card's peaks allow (`roofline`), by pass; error is the relative error (Frobenius norm)
-    of the output and of every gradient, the worst of them, on one key head; eager_error is eager's in the same dtype. failed: why there are no numbers."""
+    of the output and of every gradient, the worst of them, on one key head; eager_error is eager's in the same dtype. host_us: microseconds that a call keeps
+    the host, by pass, which ms does not count but for the passes in by_call, which cannot be recorded as a CUDA graph or were not asked to be.
+    failed: why there are no numbers."""
 
     variant: str
     peer: str
@@ -35,6 +37,8 @@ class Row:
     ms: dict[str, float]
     tflops: dict[str, float]
     roofline: dict[str, float] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)
+    by_call: tuple[str, ...] = ()
     error: float | None = None
     eager_error: float | None = None
     peak_mib: float | None = None
@@ -82,6 +86,30 @@ def replayed(prepare: Callable[[], Callable], device: torch.device) -> Callable:
     with torch.cuda.graph(graph, stream=stream):
         run()
     return graph.replay
+
+
+def host_us(run: Callable, device: torch.device, repeats: int = 20) -> float:
+    """Median microseconds that a call keeps the host, which does not wait for the device."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize(device)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize(device)
+    return sorted(times)[repeats // 2]
+
+
+def device_ms(prepare: Callable[[], Callable], device: torch.device, graph: bool) -> tuple[float, bool]:
+    """(median time of the call that `prepare()` returns, was it replayed as a CUDA graph?). graph: is it asked to be?"""
+    if graph and device.type == "cuda":
+        try:
+            return median_ms(replayed(prepare, device), device), True
+        except RuntimeError:  # what it calls waits for the device, or allocates in its own way
+            torch.cuda.synchronize(device)
+    return median_ms(prepare(), device), False
 
 
 def seconds(forward: Callable[[], list[torch.Tensor]], leaves: list[torch.Tensor], device: torch.device) -> dict[str, float]:
@@ -192,8 +220,9 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True, graph: bool = False) -> Row:
-    """One row; whatever the peer raises ends up in `failed`. graph: the time of CUDA graphs of the calls."""
+def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True, graph: bool = True) -> Row:
+    """One row; whatever the peer raises ends up in `failed`. graph: on a GPU, the time of CUDA graphs of the calls, not that of one call after another, which
+    wait for the host where they are short."""
     variant = VARIANTS[variant_name]
     fixed = dict(variant=variant_name, peer=peer, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, length=shape.length,
                  head_size=shape.head_size, dtype=str(shape.dtype).removeprefix("torch."))
@@ -205,7 +234,7 @@ def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bo
     keep = torch._functorch.config.patch(donated_buffer=False) if "backward" in passes else contextlib.nullcontext()
     try:
         with keep:  # backward alone runs through one graph many times
-            return _measured(variant, peer, shape, passes, check, fixed, replayed if graph and cuda else lambda prepare, device: prepare())
+            return _measured(variant, peer, shape, passes, check, fixed, graph)
     except CannotRun as reason:
         return Row(**fixed, ms={}, tflops={}, failed=str(reason))
     except Exception as error:  # noqa: BLE001  a peer that fails is a row that says why
@@ -215,7 +244,7 @@ def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bo
         return Row(**fixed, ms={}, tflops={}, failed=f"{type(error).__name__}: {said[:300]}")
 
 
-def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fixed: dict, called: Callable) -> Row:
+def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fixed: dict, graph: bool) -> Row:
     cuda = shape.device.type == "cuda"
     qkv, grad_out, tensors = operands(shape, variant)
     run = PEERS[peer](variant, shape, tensors)
@@ -236,11 +265,14 @@ def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fi
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
     prepared = {"forward": lambda: lambda: run(*qkv), "backward": backward, "both": lambda: both}
-    ms = {}
+    ms, host, by_call = {}, {}, []
     for name in (name for name in PASSES if name in passes):
         with torch.set_grad_enabled(name != "forward"):
-            ms[name] = median_ms(called(prepared[name], shape.device), shape.device)
+            if cuda:
+                host[name] = host_us(prepared[name](), shape.device)
+            ms[name], recorded = device_ms(prepared[name], shape.device, graph)
+            by_call += [name] * (not recorded)
     work = 2 * shape.batch * shape.heads * variant.visible(shape, tensors) * (shape.head_size + shape.v_head_size)
     tflops = {name: WORK[name] * work / time_ms / 1e9 for name, time_ms in ms.items()}
     peaks = roofline(variant, shape, tensors, current(shape.device)) if cuda and shape.dtype != torch.float32 else {}
-    return Row(**fixed, ms=ms, tflops=tflops, roofline=peaks, error=wrong[0], eager_error=wrong[1], peak_mib=peak, clocks=clocks(shape.device))
+    return Row(**fixed, ms=ms, tflops=tflops, roofline=peaks, host_us=host, by_call=tuple(by_call), error=wrong[0], eager_error=wrong[1], peak_mib=peak, clocks=clocks(shape.device))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Sequence
 
 from .measure import Row
@@ -71,13 +72,21 @@ def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> 
 
 
 def summary(rows: Sequence[Row], passes: Sequence[str]) -> list[str]:
-    """Geometric means, and why a peer has no number."""
+    """Geometric means, what calls keep the host, and why a peer has no number."""
     out = []
     for name in passes:
         found = [r for r in (ratio(group, name) for group in groups(rows).values()) if r]
         if len(found) > 1:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             out.append(f"{name}: geometric mean of the ratios {mean:.3f}, least {min(found):.2f}, {len(found)} workloads")
+    waiting = [r for r in rows if r.host_us and r.peer != PLAIN]
+    if waiting:
+        cell = lambda own, name: f"{name} {statistics.median(own):.0f} ({max(own):.0f})"
+        each = {peer: [cell(own, name) for name in passes if (own := [r.host_us[name] for r in waiting if r.peer == peer and name in r.host_us])]
+                for peer in dict.fromkeys(r.peer for r in waiting)}
+        out.append("host time of a call in microseconds, median and most: " + "; ".join(f"{peer} {', '.join(cells)}" for peer, cells in each.items()))
+        called = sorted({(r.peer, name) for r in waiting for name in r.by_call})
+        out += [f"not recorded as CUDA graphs: {', '.join(f'{peer} {name}' for peer, name in called)}"] * bool(called)
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in (r for r in rows if r.failed):
         reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={row.head_size} N={row.length}")
