@@ -82,7 +82,8 @@ def ask(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tiles with what they need. unfit: why they cannot be had, or "". seconds: of the kernel, predicted; infinite where unfit. parts: as `Plan.parts`."""
+    """Tiles with what they need. unfit: why they cannot be had, or "". seconds: of the kernel, predicted; infinite where unfit. parts: as `Plan.parts`. busy: seconds
+    without memory, which decide where memory binds tiles alike."""
 
     tiles: Tiles
     shared: int
@@ -90,6 +91,7 @@ class Candidate:
     unfit: str = ""
     seconds: float = float("inf")
     parts: int = 1
+    busy: float = float("inf")
 
     def __str__(self) -> str:
         m, n, warps, stages = self.tiles
@@ -102,7 +104,8 @@ def generated(asked: Asked) -> list[Tiles]:
     head = max(padded(problem.D), padded(problem.Dv))
     if asked.schedule == "hopper":
         if kernel == "keys":  # its kernel is written for these
-            return [(64, 128, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
+            *found, one = [(64, 128, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
+            return found if not _exceeds(asked, found[-1], _shared(asked, found[-1])) else [one]  # above 64 one stage mostly spills
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
@@ -204,7 +207,7 @@ def _least(asked: Asked, tiles: Tiles, registers: float) -> float:
 
 
 def _order(c: Candidate) -> tuple:
-    return bool(c.unfit), c.seconds, c.tiles
+    return bool(c.unfit), c.seconds, c.busy, c.tiles
 
 
 def _registers(asked: Asked, tiles: Tiles) -> tuple[float, float]:
@@ -245,18 +248,18 @@ def _priced(asked: Asked, tiles: Tiles, shared: int, registers: float) -> Candid
     return Candidate(tiles, shared, registers, "", *predicted(asked, tiles, programs, registers))
 
 
-def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tuple[float, int]:
-    """(seconds, parts as `Plan.parts`) of a kernel, its keys split where that is predicted faster. programs: of a multiprocessor."""
+def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tuple[float, int, float]:
+    """(seconds, parts as `Plan.parts`, seconds without memory) of a kernel, its keys split where that is predicted faster. programs: of a multiprocessor."""
     known, gpu, scalar = asked.known, asked.gpu, asked.exact
-    whole = cost.kernel_cost(asked.schedule, asked.costed, tiles, known, gpu, scalar, programs, registers, None, 1).seconds
+    whole = cost.kernel_cost(asked.schedule, asked.costed, tiles, known, gpu, scalar, programs, registers, None, 1)
     if (asked.schedule, asked.kernel) != ("triton", "forward"):
-        return whole, 1
+        return whole.seconds, 1, whole.busy
     parts = number(known.visible, known.z, known.M, known.N, known.given, *tiles[:2], gpu.sms * programs, known.group)
     if parts == 1:
-        return whole, 1
-    split = cost.kernel_cost(asked.schedule, asked.kernel, tiles, known, gpu, scalar, programs, registers, None, parts).seconds
-    split += cost.kernel_cost(asked.schedule, "combine", tiles, known, gpu, scalar, programs, registers, (parts, 0.0)).seconds
-    return (split, 0) if split * GAIN < whole else (whole, 1)
+        return whole.seconds, 1, whole.busy
+    split = cost.kernel_cost(asked.schedule, asked.kernel, tiles, known, gpu, scalar, programs, registers, None, parts)
+    seconds = split.seconds + cost.kernel_cost(asked.schedule, "combine", tiles, known, gpu, scalar, programs, registers, (parts, 0.0)).seconds
+    return (seconds, 0, split.busy) if seconds * GAIN < whole.seconds else (whole.seconds, 1, whole.busy)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -124,13 +124,18 @@ class Cost:
     fixed: float
 
     @property
+    def busy(self) -> float:
+        """Without memory."""
+        return self.matrix + self.special + self.turns
+
+    @property
     def seconds(self) -> float:
-        return max(self.matrix + self.special + self.turns, self.memory, self.cache) + self.fixed
+        return max(self.busy, self.memory, self.cache) + self.fixed
 
     @property
     def binds(self) -> str:
         """What binds: the largest share of the larger side."""
-        if max(self.memory, self.cache) > self.matrix + self.special + self.turns:
+        if max(self.memory, self.cache) > self.busy:
             return "device memory" if self.memory >= self.cache else "L2 cache"
         return max((self.matrix, "matrix units"), (self.special, "special functions"), (self.turns, "starting and ending programs"))[1]
 

@@ -186,6 +186,22 @@ def test_what_spilled_is_not_proposed():
         assert (row["m"], row["n"], row["warps"], row["stages"]) not in offered, row
 
 
+def test_what_memory_binds_alike_is_decided_by_the_rest():
+    """On an H100 memory takes as long as any of these tiles: the larger ones have less to do beside it."""
+    s, p = spec(CORE["causal"]), Problem((32, 16), 512, 512, 128, 128, "bfloat16", "bfloat16")
+    first, *others = ranked(ask("hopper", "forward", s, p, BY_NAME["H100"]))
+    alike = [c for c in others if c.seconds == first.seconds and c.tiles[:2] != first.tiles[:2]]
+    assert alike and all(c.busy > first.busy for c in alike) and make_plan(s, p, BY_NAME["H100"], "forward").tiles == first.tiles
+
+
+@pytest.mark.parametrize("head, variant, stages", [(64, "band", {2, 3}), (128, "band", {2}), (128, "trained", {1})])
+def test_one_stage_of_the_hopper_backward_is_for_what_has_no_place_for_two(head, variant, stages):
+    """With one it spills at head sizes above 64."""
+    s, tiled = (spec(MORE[variant]), ()) if variant in MORE else (next(w.spec for w in grid() if w.variant == variant), ("bias",))
+    asked = ask("hopper", "keys", s, Problem((4, 16), 4096, 4096, head, head, "bfloat16", "bfloat16"), BY_NAME["H200"], tiled=tiled)
+    assert {c.tiles[3] for c in ranked(asked)} == stages
+
+
 @pytest.mark.parametrize("variant", [*CORE, *MORE])
 def test_every_plan_has_a_cost_that_says_what_binds(variant):
     s, p = spec({**CORE, **MORE}[variant]), problem("self", 64, "float16", M=1024, heads=8)

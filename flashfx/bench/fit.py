@@ -60,8 +60,9 @@ def points(path: str | Path) -> list[Point]:
 
 
 def fits(point: Point, schedule: str, kernel: str, gpu: GPU) -> set[tuple[int, ...]]:
-    """Tiles that the planner would consider; all of "dense", which has one."""
-    if kernel == "dense":
+    """Tiles that the planner would consider; all of "dense", which has one, and of Hopper's backward, whose tiles differ in stages alone: those that are
+    not proposed tell what waiting costs."""
+    if kernel in ("dense", "one_pass"):
         return set(point.of(schedule, kernel))
     packed = is_packed(point, schedule, kernel)
     return {c.tiles for c in ranked(ask(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=packed)) if not c.unfit}
