@@ -1,6 +1,9 @@
 """A score as kernels compute it: constant factors that the exponent or a finished gradient takes once instead of every element, positions as vectors."""
 from __future__ import annotations
 
+import functools
+import math
+
 from ..expr import FLOAT, Call, Const, Expr, Var
 from .ranges import linear, unlinear
 
@@ -66,3 +69,40 @@ def split_factor(e: Expr) -> tuple[Expr, float]:
         e, c = (b, a) if isinstance(a, Const) else (a, b)
         factor *= c.value
     return (Const(1.0), factor * e.value) if isinstance(e, Const) else (e, factor)
+
+
+INF = float("inf")
+RANGES = {"tanh": (-1.0, 1.0), "erf": (-1.0, 1.0), "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
+
+
+@functools.lru_cache(maxsize=4096)
+def span(e: Expr) -> tuple[float, float]:
+    """Numbers between which a float expression lies whatever its leaves are, rounding and NaN aside; infinite where that is not known.
+
+    before -> after: tanh(qk * 0.004) * 30.0 -> (-30, 30); minimum(maximum(qk, -50.0), 50.0) -> (-50, 50); qk * 0.125 -> (-inf, inf)
+    """
+    if isinstance(e, Const):
+        return float(e.value), float(e.value)
+    if not isinstance(e, Call) or e.op in RANGES:
+        return RANGES.get(getattr(e, "op", ""), (-INF, INF))
+    if e.op == "where":
+        (a, b), (c, d) = map(span, e.args[1:])
+        return min(a, c), max(b, d)
+    found = [span(a) for a in e.args]
+    (a, b), (c, d) = found[0], found[-1]
+    if e.op == "neg":
+        return -b, -a
+    if e.op == "abs":
+        return max(a, -b, 0.0), max(b, -a)
+    if e.op in ("minimum", "maximum"):
+        pick = min if e.op == "minimum" else max
+        return pick(a, c), pick(b, d)
+    if e.op == "add":
+        return a + c, b + d
+    if e.op == "sub":
+        return a - d, b - c
+    if e.op == "truediv" and c == d != 0.0:
+        c = d = 1.0 / c
+    if e.op in ("mul", "truediv") and (e.op == "mul" or c == d) and all(map(math.isfinite, (a, b, c, d))):
+        return min(ends := (a * c, a * d, b * c, b * d)), max(ends)
+    return -INF, INF

@@ -281,7 +281,7 @@ def helpers(text: str) -> list[str]:
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
     return [*found, *([KEEP_TILE] if "random_bits(" in text else []), *([APART] if "apart(" in text else []),
-            *([MARK] if "marked_by_keep(" in text else []), *([LATE] if "late(" in text else []), *([RUNNING] if "raised(" in text else []),
+            *([MARK] if "marked_by_keep(" in text else []), *([LATE] if "late(" in text else []), *([RUNNING] if "threads_of(" in text else []),
             *([WITHIN] if "within(" in text else []), *([TURNS] if "await_turn(" in text else []), *([TICKETS] if "take_ticket(" in text else [])]
 
 

@@ -23,8 +23,6 @@ def kernels(site: Site) -> dict[str, Kernel]:
     """The kernels a file needs, by role."""
     if site.warpgroups:
         found = {"forward": hopper_forward.forward_kernel(site)}
-        if hopper_forward.is_uneven(site):
-            found["reset"] = hopper_around.reset_kernel(site)
         if site.averages:
             found["empty rows"] = hopper_around.empty_rows_kernel(site)
     else:
@@ -102,8 +100,7 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
         out.line(f"out, lse = empty_output({extents}, M, v, outer), empty_lse({extents}, M, v)")
         grid = _grid("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
         if site.warpgroups and hopper_forward.is_uneven(site):
-            out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles programs took beside their first")
-            found["reset"].call("(1,)", out)
+            out.line("taken = tile_counter(q.device)", "how many tiles programs took beside their first: 0 before and behind the kernel")
         if site.parts:
             out.line(f"parts = {site.parts}", "of the keys, a program for each")
             shape = _shape(["parts", *(extent(a) for a in site.spec.axes), "M"])

@@ -101,6 +101,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line("from flashfx.codegen.blocks import lists_for")
     if "parts_of(" in body:
         out.line("from flashfx.codegen.split import parts_of")
+    if "tile_counter(" in body:
+        out.line("from flashfx.codegen.counters import tile_counter")
     if "long_first(" in body:
         out.line("from flashfx.codegen.order import long_first")
     makers = [name for name in ("tiles_of", "tma_tiles") if f"{name}(" in body]
@@ -124,8 +126,6 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     out.line(f"FORWARD = {plan.options!r}")
     if site.parts:
         out.line(f"COMBINE = {{'TOGETHER': {combine.TOGETHER}, 'num_warps': 4}}")
-    if "attention_reset" in body:
-        out.line("RESET = {'num_warps': 1}")
     if site.warpgroups and site.averages:
         out.line("EMPTY_ROWS = {'BLOCK_M': 64, 'BLOCK_N': 32, 'num_warps': 4, 'num_stages': 1}")
     if backward is not None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import compat
+from .counters import Counter, address as counter_address
 from .spilling import fitted, settled_here
 
 _active = threading.local()
@@ -130,6 +131,8 @@ class Recording(TorchDispatchMode):
             if isinstance(arg, torch.Tensor):
                 used.append(self._slot(arg))
                 flat.append(f"t{used[-1]}.data_ptr()")
+            elif isinstance(arg, Counter):
+                flat.append(f"{self._name(counter_address)}({arg.device}, stream)")
             elif hasattr(arg, "base"):
                 metadata = next(described, None)
                 if metadata is None:

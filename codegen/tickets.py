@@ -6,12 +6,12 @@ order nothing: each program gets others, that is all.
 from __future__ import annotations
 
 TICKETS = '''@gluon.jit
-def take_ticket(Counter):
-    """Adds 1 to the counter by one lane of a warp, and does not wait: `number_on` says what it was."""
+def take_ticket(Counter, last):
+    """Adds 1 to the counter by one lane of a warp, and does not wait: `number_on` says what it was. Behind `last` comes 0."""
     text: gl.constexpr = """{ .reg .pred p; setp.eq.s32 p, $2, 0; mov.b32 $0, 0;
-        @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"""
+        @p atom.relaxed.gpu.global.inc.u32 $0, [$1], $3; }"""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.inline_asm_elementwise(text, "=&r,l,r", [Counter.to(gl.int64, bitcast=True), lane], gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(text, "=&r,l,r,r", [Counter.to(gl.int64, bitcast=True), lane, last], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ def together(kept: list[tuple[str, Callable]]) -> Callable[[], object]:
 
 
 def each(kept: list[tuple[str, Callable]], clock: Clock) -> list[tuple[str, float]]:
-    """(name, microseconds) of each launch. Those before it run first, in no time: alone it would find what its last run left, that all tiles are taken."""
+    """(name, microseconds) of each launch. Those before it run first, in no time: alone a backward would find what its last run left, that all tiles are taken."""
     return [(name, clock.median(run, together(kept[:n]))) for n, (name, run) in enumerate(kept)]
 
 

@@ -91,6 +91,28 @@ def test_side_streams():
     assert_close(found, leaves, pad, "on a side stream")
 
 
+def test_kernels_leave_their_counters_at_0():
+    """Of every stream and every captured call; graphs that are replayed side by side have counters of their own."""
+    from flashfx.codegen import counters
+    compiled = torch.compile(attention, backend="flashfx", dynamic=True)
+    given = [operands(n) for n in (129, 300, 1000)]
+    with torch.no_grad():
+        wanted = [compiled(*leaves[:3], pad, leaves[3]) for leaves, pad in given]
+    graphs, found, streams = [], [], [torch.cuda.Stream() for _ in given]
+    for (leaves, pad), stream in zip(given, streams):
+        graphs.append(torch.cuda.CUDAGraph())
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graphs[-1], stream=stream), torch.no_grad():
+            found.append(compiled(*leaves[:3], pad, leaves[3]))
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+    assert all(not bool(t.any()) for t in counters._kept)
+
+
 def test_threads():
     compiled = torch.compile(attention, backend="flashfx")
     given = [operands(n) for n in (192, 192, 192)]

@@ -1,4 +1,4 @@
-"""Small kernels around the Hopper forward: before it the counter of tiles is set to 0, behind it rows that average v are repaired."""
+"""Behind the Hopper forward: rows that average v are repaired."""
 from __future__ import annotations
 
 from ..parts import Site, arguments, base, decode, head_index, matrix, pieces
@@ -7,12 +7,6 @@ from ..program import Program
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel
 from .forward import _add_values
-
-
-def reset_kernel(site: Site) -> Kernel:
-    kernel = Kernel("attention_reset", "Before the forward kernel: no tile is taken yet.", {"Taken": "taken"}, (), "RESET")
-    kernel.body.line("tl.store(Taken, 0)")
-    return kernel
 
 
 def empty_rows_kernel(site: Site) -> Kernel:

@@ -15,7 +15,7 @@ from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_locate import is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
-from .hopper_softmax import across_threads, lags, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
+from .hopper_softmax import across_threads, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
 from .hopper import is_laden, tile_view, tiles_name, tma_arguments
@@ -120,7 +120,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
 
     with out.block("while number < work:"):
         if uneven:
-            out.assign("ticket", "take_ticket(Taken)", "the counter has answered by the time that the number is needed")
+            out.assign("ticket", "take_ticket(Taken, work - 1)", "the counter has answered by the time that the number is needed; the last of all leaves it at 0")
         out.line(locate)
         if site.listed:
             listed_tiles(site, out, "j")
@@ -192,7 +192,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
     for c in site.v_chunks:
         out.line(f"values{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, {c.width}, 16])")
     out.line("rowwise: gl.constexpr = gl.SliceLayout(1, scores)")
-    if lags(site):
+    if by_threads(site):
         out.line(f"threads: gl.constexpr = threads_of({ROWS})")
     out.line("keywise: gl.constexpr = gl.SliceLayout(0, scores)")
     out.assign("cols", "gl.arange(0, BLOCK_N, keywise)")
@@ -362,8 +362,9 @@ def _finish(site: Site, out: Writer) -> None:
         out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
     else:
         out.assign("scale", f"{scale} / l")
+    lse = "tl.log(l)" if is_bounded(site) else f"m * {site.factor!r} + tl.log(l)"
     M = "late(M, z)" if _reads_again(site) else "M"  # its sign too would be kept from before all partitions
-    out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * {M} + i, m * {site.factor!r} + tl.log(l), mask=i < M)")
+    out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * {M} + i, {lse}, mask=i < M)")
     for n, c in enumerate(site.v_chunks):
         out.assign(f"acc{c.suffix}", f"acc{c.suffix} * gl.convert_layout(scale, gl.SliceLayout(1, values{c.suffix}))[:, None]")
         for _, tile, at in _staged(site)[n: n + 1]:

@@ -277,7 +277,7 @@ def worked_out(site: Site) -> dict[str, str]:
 def each_tile_ahead(site: Site, out: Writer, call: str, others):
     """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
     out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    out.assign("number", "number_on(take_ticket(Taken))" if site.ordered else "tl.program_id(0)")
+    out.assign("number", "number_on(take_ticket(Taken, -1))" if site.ordered else "tl.program_id(0)")
     out.assign("nth", "0")
     out.assign("before", "0", "counts steps over all tiles of keys")
     _start_steps(site, out)
@@ -387,7 +387,7 @@ def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
 def _take_next(site: Site, out: Writer) -> None:
     """The next tile, when the rows of this one are on their way: others may be free sooner."""
     first = "" if site.ordered else "tl.num_programs(0) + "
-    out.assign("number", f"{first}number_on(take_ticket(Taken))")
+    out.assign("number", f"{first}number_on(take_ticket(Taken, -1))")
 
 
 def tell_row(site: Site, out: Writer, partial: str) -> None:

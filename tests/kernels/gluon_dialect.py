@@ -202,7 +202,15 @@ def _turns() -> dict[int, int]:
     return _here.task.simulation.turns.setdefault(_here.task.program, {})
 
 
-OVERRIDES = dict(within=within, await_turn=await_turn, pass_turn=pass_turn, take_ticket=lambda counter: gl.atomic_add(counter, 1), number_on=scalar,
+def take_ticket(counter, last):
+    """`atom.inc`: one lane's."""
+    number = gl.atomic_add(counter, 1)
+    if int(number) == int(last):
+        gl.store(counter, 0)
+    return number
+
+
+OVERRIDES = dict(within=within, await_turn=await_turn, pass_turn=pass_turn, take_ticket=take_ticket, number_on=scalar,
                  random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),

@@ -102,7 +102,7 @@ def test_rest_of_three_warpgroups(variant, kind, head, keys):
         check(variant, kind, "bfloat16", head, 300)
 
 
-@pytest.mark.parametrize("variant, head, most", [("full", 64, 24.0), ("causal", 128, 6.0), ("padding", 128, 24.0), ("window", 64, 6.0), ("softcap", 160, 24.0), ("dropout", 128, 6.0)])
+@pytest.mark.parametrize("variant, head, most", [("full", 64, 24.0), ("causal", 128, 6.0), ("padding", 128, 24.0), ("window", 64, 6.0), ("softcap", 160, 24.0), ("softcap", 64, 24.0), ("padded_softcap", 64, 24.0), ("dropout", 128, 6.0)])
 def test_rest_of_maxima_that_rise(variant, head, most):
     s, p = spec(EVERY[variant], "self"), problem("self", head, "bfloat16", M=700, batch=1)
     check(variant, "self", "bfloat16", head, 700, operands=rising(inputs(s, p), most))

@@ -15,7 +15,6 @@ from expecttest import assert_expected_inline
 from flashfx.codegen import candidates, cost, gpu, load, triton_host
 from flashfx.codegen.blocks import pays
 from flashfx.codegen.candidates import representative, rounded
-from flashfx.codegen.factors import by_vectors, gathered, peel
 from flashfx.codegen.limits import shared_bytes
 from flashfx.codegen.registers import LIMIT, registers_per_thread
 from flashfx.codegen.packing import packed_axes
@@ -175,25 +174,6 @@ def test_chunks():
         [16], [16], [32, 16], [64], [64, 16], [64, 16], [64, 32], [128, 64], [256]]
     assert [c.masked for c in chunks(40)] == [False, True] and not any(c.masked for c in chunks(80))
     assert [c.width for c in chunks(80, 32)] == [32, 32, 16]
-
-
-def test_peel():
-    show = lambda text: tuple(map(str, peel(parse(text, {"u": "float"}))))
-    assert show("qk * 0.125") == ("qk", "0.125") and show("qk / 8.0") == ("qk", "0.125") and show("2.0 * (qk * 0.5)") == ("qk", "1.0")
-    assert show("qk * -1.0") == ("qk * (-1.0)", "1.0") and show("qk * u[0]") == ("qk * u[0]", "1.0")
-
-
-def test_gathered():
-    show = lambda text: str(gathered(parse(text, {"u": "float"})))
-    assert show("tanh(qk * 0.125 / 50.0) * 50.0") == "tanh(qk * 0.0025) * 50.0" and show("qk / 8.0") == "qk * 0.125"
-    assert show("(qk + u[0]) / 4.0 * 2.0") == "(qk + u[0]) * 0.5" and show("2.0 / qk") == "2.0 / qk" and show("qk / u[0]") == "qk / u[0]"
-
-
-def test_by_vectors():
-    show = lambda text: str(by_vectors(parse(text, {"u": "float", "p": "int"})))
-    assert show("qk + u[0] * to_float(j - i + 1)") == "qk + u[0] * (to_float(j) + to_float(-i + 1))"
-    for same in ("to_float(j)", "to_float(j * 2 - i)", "to_float(p[j] - i)", "to_float(j - i + 9999999)"):
-        assert show(same) == same
 
 
 def test_files(tmp_path, monkeypatch):

@@ -54,9 +54,9 @@ def test_tuning_is_done_once(tmp_path):
     assert again.returncode == 0 and "autotune" not in again.stderr, again.stderr
 
 
-@pytest.mark.parametrize("direction, names", [("forward", ["attention_reset", "attention_forward"]), ("backward", ["attention_delta", "attention_backward_keys", "attention_backward_rows"])])
+@pytest.mark.parametrize("direction, names", [("forward", ["attention_forward", "attention_empty_rows"]), ("backward", ["attention_delta", "attention_backward_keys", "attention_backward_rows"])])
 def test_a_kernel_is_measured_behind_those_before_it(monkeypatch, direction, names):
-    """Hopper's kernels take tiles by a counter that the kernel before them resets: alone, they would find none left."""
+    """Hopper's backward takes tiles by a counter that the kernel before it resets: alone, it would find none left."""
     log, timed = [], []
 
     class Clock:
