@@ -5,7 +5,7 @@ import functools
 from typing import Sequence
 
 from ...compat import interpreting
-from ...expr import QK, Call, Const, Expr, Var, walk
+from ...expr import QK, Call, Const, Expr, Var, conjuncts, walk
 from ...region import Problem
 from ...spec import BLOCK, FINE, AttentionSpec
 from ..captured import differentiable_loads, ends, is_overfull
@@ -15,6 +15,7 @@ from ..philox import HALF_BITS, is_narrow
 from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
+from ..within import interval
 from ..writer import Writer
 
 ROWS = 64
@@ -273,10 +274,11 @@ def _gathers(spec: AttentionSpec, head: int) -> bool:
 @functools.lru_cache(maxsize=1024)
 def score_tiles(spec: AttentionSpec, head: int) -> float:
     """Beside the score itself, how many tiles of registers a forward needs to compute it. A function alone needs none: it is evaluated in place, a few
-    elements at a time. Beside a mask that the data decide, and for divisions, something of it stays."""
-    found = _functions(spec)
+    elements at a time. Beside a mask that the data decide, and for divisions, something of it stays; so does a captured tile where keys are compared one by one."""
+    found, tiled = _functions(spec), any({"i", "j"} <= load.variables for load in spec.loads)
+    compared = tiled and any(not c.loads for c in conjuncts(spec.visible) if c != Const(True)) and interval(spec.visible, "j") is None
     in_pieces = spec.is_masked and len(chunks(head)) > 1 and any(map(ends, spec.score.loads))  # 36 bytes spilled at 40, causal
-    return 1.5 if _gathers(spec, head) or in_pieces else 0.75 if "div" in found or found and spec.visible.loads else 0.0
+    return 1.5 if _gathers(spec, head) or in_pieces else 0.75 if "div" in found or found and spec.visible.loads or compared else 0.0
 
 
 def is_crowded(spec: AttentionSpec, head: int) -> bool:

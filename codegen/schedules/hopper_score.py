@@ -68,9 +68,15 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
                 out.assign(value, found)
                 return
             if closed and others and not site.averages:
+                read = any({"i", "j"} <= load.variables for c in others for load in c.loads)  # a tile of the mask: to be used up before it waits for a branch
+                hide_others = lambda: out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
+                if read:
+                    hide_others()
                 with program.branch(), out.block(f"if {' | '.join([*(['(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
-                    out.assign(value, f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
-                out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
+                    by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, "N" if beyond else "") if read else ""
+                    out.assign(value, by_bits or f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
+                if not read:
+                    hide_others()
                 return
             seen = [*beyond, *(program.tile(v) for v in visible)]
             text = f"tl.where({' & '.join(seen)}, {value}, {hidden})" if seen else value

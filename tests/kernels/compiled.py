@@ -1,6 +1,7 @@
 """Compile all kernels of a spec for a GPU that is not here, with the plans that they were made from."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Collection
 
 import torch
@@ -26,12 +27,15 @@ def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> list[Report]:
 
 
 def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] | None = None, forward: bool = True,
-                wrong: bool = False) -> list[tuple[Report, object]]:
+                wrong: bool = False, batches: tuple[int, ...] = ()) -> list[tuple[Report, object]]:
     """Compile every kernel of a generated file for `gpu` by running its host functions without launching. needs: which of (q, k, v, *aux)
-    get gradients; all that can unless given. forward: its kernels too. wrong: may Triton lay out operands so that products are wrong?"""
+    get gradients; all that can unless given. forward: its kernels too. wrong: may Triton lay out operands so that products are wrong?
+    batches: extents that plans are made for, where the problem's own are for the compilation alone."""
     spec = AttentionSpec.parse(text) if isinstance(text, str) else text
-    plan = make_plan(spec, problem, gpu, "forward")
-    source = render.render(spec, plan, problem, needs)
+    planned = replace(problem, extents=batches or problem.extents)
+    plan = make_plan(spec, planned, gpu, "forward")
+    backward = make_plan(spec, planned, gpu, "backward", needs=needs) if batches else None
+    source = render.render(spec, plan, problem, needs, backward)
     module, backward = load(source.text), source.backward
     small = {axis: e for axis, e in zip(spec.axes, problem.extents)}
     shape = lambda o, n, d: [*(small[a] if a in getattr(spec, o) else 1 for a in spec.axes), n, d]
@@ -47,7 +51,7 @@ def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] |
         if backward is not None:
             module.backward(out, q, k, v, aux, seed, out, lse, sizes)
     plans = {"attention_forward": plan, "attention_backward_keys": backward, "attention_backward_values": backward, "attention_backward_rows": backward and backward.rows,
-             "attention_delta": None, "attention_reset": None, "attention_empty_rows": None, "attention_combine": None}
+             "attention_delta": None, "attention_empty_rows": None, "attention_combine": None}
     found = compile_launches(module, gpu, run)
     assert wrong or not any(report.shallow for report in found), found
     return [(report, plans.get(report.kernel, backward and backward.dense)) for report in found]
