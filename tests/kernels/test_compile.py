@@ -1,9 +1,12 @@
 """Generated kernels compile for GPUs that are not here, within the shared memory that the plan said and without spilling registers."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from flashfx.bench.sweep import grid, job_needs
 from flashfx.codegen import philox, render
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
@@ -179,6 +182,31 @@ def test_the_hopper_forward_does_not_spill(head, variant, kind):
         found = compile_all(s, p, BY_ARCH["sm_90"], (False,) * (3 + len(s.aux)))
     report, plan = next((report, plan) for report, plan in found if report.kernel == "attention_forward")
     assert plan.schedule == "hopper" and not report.spilled and not report.serialised, report
+
+
+@pytest.mark.parametrize("head", [64, 96, 128])
+@pytest.mark.parametrize("mask", ["causal pairs", "pairs"])
+def test_a_mask_read_for_every_query_and_key_does_not_spill_on_hopper(head, mask):
+    """By itself and beside comparisons."""
+    s, p = family(FAMILIES[mask]), problem("self", head, "bfloat16", M=4096, heads=4)
+    with overridden(schedule="hopper"):
+        found = compile_all(s, p, BY_ARCH["sm_90"], (True, True, True, False))
+    assert [plan.schedule for _, plan in found if plan] == ["hopper"] * 2
+    assert not any(report.spilled or report.serialised for report, _ in found), found
+
+
+SWEEP = [(workload, p) for workload in grid() for p in workload.problems]
+
+
+@pytest.mark.parametrize("arch, number", [pytest.param(arch, number, marks=() if (number + 9 * n) % 27 == 0 else pytest.mark.slow)
+                                          for n, arch in enumerate(("sm_80", "sm_89", "sm_90")) for number in range(len(SWEEP))])
+def test_what_is_planned_for_the_sweep_does_not_spill(arch, number):
+    """The workloads of `python -m flashfx bench tiles`, planned for their batches and heads, as kernels are built when they are first launched."""
+    workload, p = SWEEP[number]
+    small = replace(p, extents=(2, 3, 2)[: len(p.extents)])
+    for report, plan in compile_all(workload.spec, small, BY_ARCH[arch], job_needs(workload), batches=p.extents):
+        assert not report.spilled, report
+        assert plan is None or report.instead or report.shared <= plan.shared <= BY_ARCH[arch].shared_per_block, report
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
