@@ -194,10 +194,13 @@ def test_what_memory_binds_alike_is_decided_by_the_rest():
     assert alike and all(c.busy > first.busy for c in alike) and make_plan(s, p, BY_NAME["H100"], "forward").tiles == first.tiles
 
 
-@pytest.mark.parametrize("head, variant, stages", [(64, "band", {2, 3}), (128, "band", {2}), (128, "trained", {1})])
+@pytest.mark.parametrize("head, variant, stages", [
+    (64, MORE["band"], {2, 3}), (128, MORE["band"], {2}), (128, CORE["bias"], {2}),
+    (128, Variant(("bias: float[4]", "other: float[4]"), "qk + bias[b, h, i, j] + other[b, h, i, j]"), {1})])
 def test_one_stage_of_the_hopper_backward_is_for_what_has_no_place_for_two(head, variant, stages):
     """With one it spills at head sizes above 64."""
-    s, tiled = (spec(MORE[variant]), ()) if variant in MORE else (next(w.spec for w in grid() if w.variant == variant), ("bias",))
+    s = spec(variant)
+    tiled = tuple(a.name for a in s.aux)
     asked = ask("hopper", "keys", s, Problem((4, 16), 4096, 4096, head, head, "bfloat16", "bfloat16"), BY_NAME["H200"], tiled=tiled)
     assert {c.tiles[3] for c in ranked(asked)} == stages
 

@@ -120,7 +120,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
 
     with out.block("while number < work:"):
         if uneven:
-            out.assign("ticket", "take_ticket(Taken, work - 1)", "the counter has answered by the time that the number is needed; the last of all leaves it at 0")
+            out.assign("ticket", "take_ticket(Taken, work - 1)", "answered by the time that it is needed; the last leaves 0")
         out.line(locate)
         if site.listed:
             listed_tiles(site, out, "j")
