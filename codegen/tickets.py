@@ -11,7 +11,8 @@ def take_ticket(Counter, last):
     text: gl.constexpr = """{ .reg .pred p; setp.eq.s32 p, $2, 0; mov.b32 $0, 0;
         @p atom.relaxed.gpu.global.inc.u32 $0, [$1], $3; }"""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.inline_asm_elementwise(text, "=&r,l,r,r", [Counter.to(gl.int64, bitcast=True), lane, last], gl.int32, is_pure=False, pack=1)
+    given = [Counter.to(gl.int64, bitcast=True), lane, last]
+    return gl.inline_asm_elementwise(text, "=&r,l,r,r", given, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
