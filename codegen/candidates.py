@@ -219,6 +219,7 @@ def _registers(asked: Asked, tiles: Tiles) -> tuple[float, float]:
     return registers_per_thread(asked.kernel, tiles, asked.problem, asked.spec), LIMIT[asked.kernel] if limited else float("inf")
 
 
+@functools.lru_cache(maxsize=4096)
 def _shared(asked: Asked, tiles: Tiles) -> int:
     if asked.schedule == "hopper":
         return hopper_memory.shared_bytes(asked.kernel, asked.spec, asked.problem, *tiles[:2], tiles[3], asked.tiled, asked.listed)
