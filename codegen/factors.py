@@ -71,7 +71,7 @@ def split_factor(e: Expr) -> tuple[Expr, float]:
     return (Const(1.0), factor * e.value) if isinstance(e, Const) else (e, factor)
 
 
-INF = float("inf")
+INF = math.inf
 RANGES = {"tanh": (-1.0, 1.0), "erf": (-1.0, 1.0), "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
 
 

@@ -94,9 +94,10 @@ def compile_rewritten(gm: fx.GraphModule, example_inputs, options: Options, patc
             enable()
         regions = rewrite_graph(gm, options)
         _record(gm, regions)
-        for device in {t.device for t in example_inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"} if any(r.fused for r in regions) else ():
+        if any(r.fused for r in regions):
             from .codegen.counters import prepare
-            prepare(device)
+            for device in {t.device for t in example_inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"}:
+                prepare(device)
     if options.inner == "eager":
         return gm.forward, regions
     if options.inner == "aot_eager":
