@@ -2,15 +2,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 import torch
-import typer
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import flashfx
+from flashfx.bench import apart
 from flashfx.bench import variants as known
+from flashfx.bench.apart import Apart
 from flashfx.bench.counters import COUNTERS, COUNTS, count, rows
 from flashfx.bench.measure import Row, measure, operands
 from flashfx.bench.measure import roofline as known_roofline
@@ -109,17 +111,27 @@ def test_what_calls_keep_the_host_is_said():
     assert "not recorded as CUDA graphs: cudnn both" in said
 
 
-def test_a_peer_that_ends_the_gpus_context_ends_the_run_with_what_there_is(monkeypatch, tmp_path, capsys):
-    """As FlexAttention does on a tensor of more than 2**31 elements."""
-    from flashfx.bench import command
-    monkeypatch.setattr(command, "is_lost", lambda device: True)
-    monkeypatch.setattr(command, "measure", lambda name, peer, *_: replace(measure(name, peer, shape(VARIANTS[name]), ("forward",), False), failed="illegal access" * (peer == "flex")))
-    path = tmp_path / "rows.json"
-    with pytest.raises(typer.Exit) as stopped:
-        command.attention("full,causal", "48", "16", passes="forward", peers="flashfx,flex", device="cpu", json_path=str(path))
-    said = capsys.readouterr()
-    assert stopped.value.exit_code == 1 and "flex (full d=16 N=48) left the GPU unusable" in said.err and "causal" not in said.out
-    assert [row["peer"] for row in json.loads(path.read_text())["rows"]] == ["flashfx", "flex"]
+def ends_the_process(name, peer, shape, *_):
+    if peer == "flex":
+        os._exit(3)
+    return Row(name, peer, 1, 8, 8, os.getpid(), 64, "bfloat16", {}, {}, failed="an illegal access" * (peer == "flash"))
+
+
+def test_a_peer_that_ends_its_process_is_a_row_and_the_next_has_another_process(monkeypatch):
+    """As FlexAttention's illegal access on a tensor of more than 2**31 elements does to all that a process does on the GPU later."""
+    where = shape(VARIANTS["full"])
+    with Apart(ends_the_process) as measured:
+        first, again = (measured("full", "flashfx", where) for _ in range(2))
+        assert first.length == again.length != os.getpid()
+        assert measured("full", "flex", where).failed == "it ended the process that measured it"
+        assert measured("full", "flashfx", where).length not in (first.length, os.getpid())
+        monkeypatch.setattr(apart, "_there", lost_there)
+        before = measured("full", "flash", where)
+        assert before.failed == "an illegal access" and measured("full", "flash", where).length != before.length
+
+
+def lost_there(work, *given):
+    return work(*given[:-1], *given[-1]), True
 
 
 def test_rooflines():

@@ -1,6 +1,7 @@
 """`python -m flashfx bench attention`."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from .measure import PASSES, clocks, is_lost, measure
+from .apart import Apart
+from .measure import PASSES, clocks, measure
 from .peers import PEERS
 from .table import PLAIN, head, lines, summary
 from .table import plot as draw
@@ -93,8 +95,9 @@ def attention(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     title = device_line(where)
     print(f"{title}{', CUDA graphs' if graph and where.type == 'cuda' else ''}\n{head(who, plain)}", flush=True)
-    rows, ended, plainly = [], "", functools.cache(lambda name, shape: measure(name, "flashfx", shape, which, False, graph))
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+    rows = []
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress, (Apart() if where.type == "cuda" else contextlib.nullcontext(measure)) as measured:
+        plainly = functools.cache(lambda name, shape: measured(name, "flashfx", shape, which, False, graph))
         task = progress.add_task("", total=len(names) * len(sizes) * len(lengths) * len(who))
         for name in names:
             for d, dv in sizes:
@@ -103,19 +106,14 @@ def attention(
                     share = group or VARIANTS[name].kv_ratio
                     shape = Shape(max(1, tokens // n), count, max(1, count // share), n, d, dv, DTYPES[dtype], where)
                     together = []
-                    for peer in who if not ended else ():
+                    for peer in who:
                         progress.update(task, description=f"{name} d={d} N={n} {peer}")
-                        together.append(measure(name, peer, shape, which, check, graph))
+                        together.append(measured(name, peer, shape, which, check, graph))
                         progress.advance(task)
-                        if together[-1].failed and is_lost(where):
-                            ended = f"{peer} ({name} d={d} N={n}) left the GPU unusable for this process, nothing was measured after it: " \
-                                    "run the rest without it (--peers) or without that workload (--variant, --length)"
-                            break
-                    if plain and not ended:
+                    if plain:
                         together.append(replace(together[0], peer=PLAIN, ms={}, tflops=plainly(*plain_workload(name, shape)).tflops, error=None, failed=""))
                     rows += together
-                    if together:
-                        print("\n".join(lines(together, who, which)), flush=True)
+                    print("\n".join(lines(together, who, which)), flush=True)
     print("\n".join(summary(rows, which)), flush=True)
     if now := clocks(where):
         print(f"[{now}]")
@@ -124,9 +122,6 @@ def attention(
             json.dump({"device": title, "rows": [r.as_dict() for r in rows]}, file, indent=1)
     if plot:
         draw(rows, which, plot, title)
-    if ended:
-        print(ended, file=sys.stderr)
-        raise typer.Exit(1)
 
 
 @app.command()

@@ -209,39 +209,34 @@ def errors(variant: Variant, shape: Shape, found: list[torch.Tensor], qkv, grad_
     return worst(mine), worst(eager)
 
 
-def is_lost(device: torch.device) -> bool:
-    """Has a kernel's illegal access ended what this process can do on the GPU?"""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
+def failed_row(variant: str, peer: str, shape: Shape, why: str) -> Row:
+    """A row without numbers."""
+    return Row(**_workload(variant, peer, shape), ms={}, tflops={}, failed=why)
+
+
+def _workload(variant: str, peer: str, shape: Shape) -> dict:
+    return dict(variant=variant, peer=peer, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, length=shape.length,
+                head_size=shape.head_size, dtype=str(shape.dtype).removeprefix("torch."))
 
 
 def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True, graph: bool = True) -> Row:
     """One row; whatever the peer raises ends up in `failed`. graph: on a GPU, the time of CUDA graphs of the calls, not that of one call after another, which
     wait for the host where they are short."""
     variant = VARIANTS[variant_name]
-    fixed = dict(variant=variant_name, peer=peer, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, length=shape.length,
-                 head_size=shape.head_size, dtype=str(shape.dtype).removeprefix("torch."))
     cuda = shape.device.type == "cuda"
     torch._dynamo.reset()
     gc.collect()
     if cuda:
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # of the peer before
     keep = torch._functorch.config.patch(donated_buffer=False) if "backward" in passes else contextlib.nullcontext()
     try:
         with keep:  # backward alone runs through one graph many times
-            return _measured(variant, peer, shape, passes, check, fixed, graph)
+            return _measured(variant, peer, shape, passes, check, _workload(variant_name, peer, shape), graph)
     except CannotRun as reason:
-        return Row(**fixed, ms={}, tflops={}, failed=str(reason))
+        return failed_row(variant_name, peer, shape, str(reason))
     except Exception as error:  # noqa: BLE001  a peer that fails is a row that says why
-        if cuda:
-            torch.cuda.empty_cache()
         said = " ".join(str(error).split())
-        return Row(**fixed, ms={}, tflops={}, failed=f"{type(error).__name__}: {said[:300]}")
+        return failed_row(variant_name, peer, shape, f"{type(error).__name__}: {said[:300]}")
 
 
 def _measured(variant: Variant, peer: str, shape: Shape, passes, check: bool, fixed: dict, graph: bool) -> Row:

@@ -40,7 +40,7 @@ def grid_survey(arch: str):
         yield f"{arch} {workload} M={p.M} N={p.N}", compile_all(workload.spec, small, BY_ARCH[arch], job_needs(workload), wrong=True, batches=p.extents)
 
 
-def random_survey(point: str, seeds: range):
+def random_survey(point: str, seeds: range, tiles: dict[str, tuple[int, ...]]):
     """The same of the stress run's specs. Float32 is left to where the point asks for it."""
     arch, schedule, length, *dtype = point.split(":")
     for seed, M in itertools.product(seeds, length.split(",")):
@@ -48,7 +48,7 @@ def random_survey(point: str, seeds: range):
         kind = dtype[0] if dtype else "bfloat16" if p.dtype == "float32" else p.dtype
         p = replace(p, dtype=kind, v_dtype=kind, **({"M": int(M), "N": int(M)} if M else {}))
         for each in arch.split(","):
-            with overridden(schedule=schedule or None):
+            with overridden(schedule=schedule or None, **tiles):
                 try:
                     yield f"{each} {schedule or 'planned'} seed {seed} d={p.D},{p.Dv} M={p.M} N={p.N} {kind}", compile_all(s, p, BY_ARCH[each], wrong=True)
                 except PlanError as reason:
@@ -68,7 +68,7 @@ def main() -> int:
     first, count = map(int, (args.random or "0:0").split(":"))
     seeds = range(first, first + count)
     for point in args.points:
-        for name, reports in grid_survey(point) if args.grid else random_survey(point, seeds) if args.random else survey(point, args.trained, tiles):
+        for name, reports in grid_survey(point) if args.grid else random_survey(point, seeds, tiles) if args.random else survey(point, args.trained, tiles):
             for report, plan in reports:
                 found, wrong = found + 1, report.spilled or report.shallow or report.serialised
                 bad += bool(wrong)
