@@ -84,7 +84,7 @@ def _dense(spec: AttentionSpec, found: str, head: int, several: bool, one_by_one
     """one_by_one: tensors are read and written element by element."""
     by_rows = not several and all(load.index[-2:] == (Var("i"), Var("j")) for load in spec.score.loads if {"i", "j"} <= load.variables)
     wide = {"mma": (64, 32, 4, 1), "wgmma": (128, 64, 8, 1) if by_rows else (64, 64, 8, 1)}  # others have addresses of their own
-    tiles = (32, 32, 4, 1) if found in EXACT or head > 128 or found == "mma" and is_overfull(spec) else (64, 32, 4, 1) if spec.is_data_masked or found == "mma" and not by_rows else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 4, 1)
+    tiles = (32, 32, 4, 1) if found in EXACT or head > 128 or found == "mma" and is_overfull(spec) else (64, 32, 4, 1) if spec.is_data_masked or found == "mma" and not by_rows else wide.get(found, (64, 64, 4, 1)) if head > 64 else (64, 64, 8 if found == "mma" else 4, 1)
     if found not in EXACT and head > 128 and (one_by_one or spec.dropout and has_relative(spec)):
         return (16, 16, 4, 1) if has_relative(spec) else (32, 16, 4, 1)
     if has_relative(spec):  # every tile of a diagonal of tiles has the same diagonals; they are added up in registers

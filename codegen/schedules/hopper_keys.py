@@ -10,8 +10,9 @@ import re
 from contextlib import contextmanager
 
 from ...expr import BOOL, FLOAT, QK, Load, Var
+from ..captured import ends
 from ..gluon import Partition
-from ..parts import Site, count, decode, flatten
+from ..parts import Site, count, decode
 from ..program import Program, local
 from ..reads import across
 from ..writer import Writer
@@ -71,7 +72,7 @@ def key_tiles(site: Site) -> int:
     return 2 if is_split(site) else 1
 
 
-def _starts_long(site: Site) -> bool:
+def starts_long(site: Site) -> bool:
     """Are the first keys seen by most rows, as under causal masks?"""
     return Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M")
 
@@ -79,7 +80,13 @@ def _starts_long(site: Site) -> bool:
 def goes_together(site: Site) -> bool:
     """Is any order of tiles right, and does it matter? Tiles that most rows see start first (`order.long_first`), those of batch indices that share
     captured tiles beside each other."""
-    return not site.ordered and not site.listed and (_starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
+    return not site.ordered and not site.listed and (starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
+
+
+def takes_turns(site: Site) -> bool:
+    """Do the batch indices that share keys take turns, tile of rows by tile of rows? One after the other, programs with more rows and less are at different
+    ones of them after a while, and find no row in the L2 cache. Not where sums of each are kept, nor where rows are added to in an order."""
+    return bool(site.other_axes(site.axes_of("k", "v"))) and starts_long(site) and not site.ordered and not any(map(ends, site.loads))
 
 
 def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
@@ -87,7 +94,7 @@ def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
     function = Partition("locate_keys", "A tile of keys by number: batch index and first key.")
     out = function.body
     if goes_together(site):
-        out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps" if _starts_long(site) else "")
+        out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps" if starts_long(site) else "")
         assign_batch(site, out, mine, "y", "group * together + number % together")
         out.assign("tile", "number // together % tiles")
     else:
@@ -160,7 +167,7 @@ def reserve_numbers(site: Site, out: Writer) -> None:
         dtype = {FLOAT: "gl.float32", BOOL: "gl.int32"}.get(load.kind, f"{local(load.name)}_ptr.dtype.element_ty")
         out.assign(_key_ring(site, load), f"gl.allocate_shared_memory({dtype}, [{key_tiles(site)}, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     # the warpgroup of dQ still reads a place when the others have left the rows of the next step
-    for name, numbers in (("keys_told", str(key_tiles(site) * len(_keys_told(site)))), ("rows_told", f"2 * STAGES * {len(_rows_told(site))}")):
+    for name, numbers in (("keys_told", str(key_tiles(site) * len(_keys_told(site)))), ("rows_told", f"2 * STAGES * {len(rows_told(site))}")):
         out.assign(name, f"gl.allocate_shared_memory(gl.int32, [{numbers}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
 
 
@@ -169,7 +176,7 @@ def _keys_told(site: Site) -> list[str]:
     return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v")), *(["before"] if is_told_before(site) else [])]
 
 
-def _rows_told(site: Site) -> list[str]:
+def rows_told(site: Site) -> list[str]:
     """Numbers that it tells of a step. told: the first row, and in its lowest bits whether the mask cuts the tile, whether it is the last of batch
     index z, and the first of a tile of keys. wanted: whose turn it must be at these rows, where there is an order."""
     others = site.other_axes(site.axes_of("k", "v"))
@@ -179,7 +186,7 @@ def _rows_told(site: Site) -> list[str]:
 def _told_at(site: Site, name: str) -> str:
     """Where one of them lies in shared memory, for the warp that tells it and for those that read it."""
     place = "step" if frees_late(site) else "(at.to(tl.uint32) % (2 * STAGES)).to(tl.int32)"
-    array, place, names = ("keys_told", "kv", _keys_told(site)) if name in _keys_told(site) else ("rows_told", place, _rows_told(site))
+    array, place, names = ("keys_told", "kv", _keys_told(site)) if name in _keys_told(site) else ("rows_told", place, rows_told(site))
     return f"{array}.index({place} * {len(names)} + {names.index(name)})"
 
 
@@ -188,7 +195,7 @@ def _number(site: Site, name: str, warps: int) -> str:
     return f"gl.max({_told_at(site, name)}.load(gl.BlockedLayout([1], [32], [{warps}], [0])), 0)"
 
 
-def _tell(site: Site, out: Writer, names: list[str]) -> None:
+def tell(site: Site, out: Writer, names: list[str]) -> None:
     for name in names:
         out.line(f"{_told_at(site, name)}.store(gl.full([1], {name}, gl.int32, lane))")
 
@@ -240,11 +247,12 @@ def keys_at(site: Site, out: Writer, warps: int) -> None:
 
 def row_at(site: Site, out: Writer, warps: int) -> None:
     """Assign where a step is that has begun, and whether the mask cuts the tile."""
-    for name in _rows_told(site):
+    for name in rows_told(site):
         out.assign(name, _number(site, name, warps))
     out.assign("is_partial", "told & 1")
-    if "z" in _rows_told(site):
-        out.assign("is_last", "told & 2", "of the rows of this z")
+    if "z" in rows_told(site):
+        if not takes_turns(site):
+            out.assign("is_last", "told & 2", "of the rows of this z")
     elif is_told_before(site):
         out.assign("z", _number(site, "y", warps))
     out.assign("is_first", "told & 4", "of a tile of keys")
@@ -253,7 +261,7 @@ def row_at(site: Site, out: Writer, warps: int) -> None:
 
 def read_late(site: Site, text: str, warps: int) -> str:
     """Coordinates with batch indices read from shared memory where they are named."""
-    for name in (*_keys_told(site), *_rows_told(site)):
+    for name in (*_keys_told(site), *rows_told(site)):
         text = re.sub(rf"\b{name}\b", _number(site, name, warps), text)
     return text
 
@@ -294,29 +302,8 @@ def each_tile_ahead(site: Site, out: Writer, call: str, others):
         _take_next(site, out)
     await_place(site, out)
     out.assign("tile", "-1", "no tile is left")
-    _tell(site, out, ["tile"])
+    tell(site, out, ["tile"])
     out.line("mbarrier.arrive(kv_told.index(kv), count=1)" if is_apart(site) else "mbarrier.arrive(kv_full.index(kv), count=2)")
-
-
-@contextmanager
-def each_row(site: Site, out: Writer, others):
-    """Of the warp that copies: the loop over tiles of rows that see a tile of keys, of each batch index that shares it, one after the other."""
-    if others:
-        out.assign("g", "0")
-        out.assign("t", "0")
-    with out.block("for at in tl.range(before, end):"):
-        if others:
-            decode(out, others, "g")
-            out.assign("z", flatten(site.spec.axes))
-            out.assign("is_last", "(t + 1 == count).to(tl.int32)", "of the rows of this z")
-        else:
-            out.assign("t", "at - before")
-        slot_of(site, out)
-        yield
-        _end_step(site, out)
-        if others:
-            out.assign("g", "g + is_last")
-            out.assign("t", "tl.where(is_last != 0, 0, t + 1)")
 
 
 @contextmanager
@@ -325,7 +312,7 @@ def each_step(site: Site, out: Writer):
     with out.block("for at in tl.range(before, end):"):
         slot_of(site, out)
         yield
-        _end_step(site, out)
+        end_step(site, out)
 
 
 def slot_of(site: Site, out: Writer, step: str = "step") -> None:
@@ -358,7 +345,7 @@ def _start_steps(site: Site, out: Writer) -> None:
         out.assign("step", "0", "of two turns around the rings")
 
 
-def _end_step(site: Site, out: Writer) -> None:
+def end_step(site: Site, out: Writer) -> None:
     if frees_late(site):
         out.assign("step", NEXT)
 
@@ -372,7 +359,7 @@ def await_place(site: Site, out: Writer) -> None:
 
 def tell_keys(site: Site, out: Writer) -> None:
     """Tell where a tile of keys is, and how many steps it has."""
-    _tell(site, out, _keys_told(site))
+    tell(site, out, _keys_told(site))
 
 
 def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
@@ -388,13 +375,3 @@ def _take_next(site: Site, out: Writer) -> None:
     """The next tile, when the rows of this one are on their way: others may be free sooner."""
     first = "" if site.ordered else "tl.num_programs(0) + "
     out.assign("number", f"{first}number_on(take_ticket(Taken, -1))")
-
-
-def tell_row(site: Site, out: Writer, partial: str) -> None:
-    """Tell where a step is: rows begin at multiples of BLOCK_M, so that the lowest bits are free."""
-    flag = f" + ({partial}).to(tl.int32)" if partial and partial_tiles(site) not in ("", "True") else ""
-    last = " + is_last * 2" * ("z" in _rows_told(site))
-    out.assign("told", f"i0{flag}{last} + (at == before).to(tl.int32) * 4")
-    if site.ordered:
-        out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
-    _tell(site, out, _rows_told(site))

@@ -5,15 +5,18 @@ between two matrix products.
 """
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 from ...expr import BOOL, FLOAT, Load
 from ..gluon import Partition
-from ..parts import Site, local
+from ..parts import Site, count, decode, flatten, local
 from ..program import Program
 from ..writer import Writer
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
-from .hopper_keys import HALF, NEXT, await_place, each_row, each_tile, each_tile_ahead, frees_late, is_apart, read_vectors, slot_and_phase, tell_keys, tell_row
+from .hopper_keys import HALF, NEXT, await_place, each_tile, each_tile_ahead, end_step, frees_late, is_apart, partial_tiles, read_vectors, rows_told, slot_and_phase
+from .hopper_keys import slot_of, takes_turns, tell, tell_keys
 
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
@@ -46,6 +49,36 @@ def rows_from_rings(site: Site, program: Program) -> None:
     for load in row_loads(site):
         text = from_ring(row_ring(site, load))
         program.body.names[load] = f"({text} != 0)" if load.kind == BOOL else text
+
+
+@contextmanager
+def each_row(site: Site, out: Writer, others):
+    """Of the warp that copies: the loop over tiles of rows that see a tile of keys, of each batch index that shares it."""
+    turns = takes_turns(site)
+    if others:
+        out.assign("g", "0")
+    if turns:
+        out.assign("t", "tl.where(nth % 2 == 0, count - 1, 0)", "to the mask's edge and, with the next keys, back: where other programs are")
+        out.assign("onward", "nth % 2 * 2 - 1")
+    elif others:
+        out.assign("t", "0")
+    with out.block("for at in tl.range(before, end):"):
+        if others:
+            decode(out, others, "g")
+            out.assign("z", flatten(site.spec.axes))
+            if not turns:
+                out.assign("is_last", "(t + 1 == count).to(tl.int32)", "of the rows of this z")
+        else:
+            out.assign("t", "at - before")
+        slot_of(site, out)
+        yield
+        end_step(site, out)
+        if turns:
+            out.assign("g", f"tl.where(g + 1 == {count(others)}, 0, g + 1)")
+            out.assign("t", "tl.where(g == 0, t + onward, t)")
+        elif others:
+            out.assign("g", "g + is_last")
+            out.assign("t", "tl.where(is_last != 0, 0, t + 1)")
 
 
 def load_tiles(site: Site, others, halves: int, half: int, call: str) -> Partition:
@@ -119,3 +152,13 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
         out.line(f"{name}.index(slot).store({value})")
     out.line("mbarrier.arrive(q_full.index(slot), count=1)")
     read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")
+
+
+def tell_row(site: Site, out: Writer, partial: str) -> None:
+    """Tell where a step is: rows begin at multiples of BLOCK_M, so that the lowest bits are free."""
+    flag = f" + ({partial}).to(tl.int32)" if partial and partial_tiles(site) not in ("", "True") else ""
+    last = " + is_last * 2" * ("z" in rows_told(site) and not takes_turns(site))
+    out.assign("told", f"i0{flag}{last} + (at == before).to(tl.int32) * 4")
+    if site.ordered:
+        out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
+    tell(site, out, rows_told(site))
