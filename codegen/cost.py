@@ -13,7 +13,6 @@ import functools
 import math
 from dataclasses import dataclass
 from operator import mul
-
 from typing import TYPE_CHECKING, NamedTuple, Sequence
 
 from ..region import Problem
@@ -233,11 +232,19 @@ def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU,
     rows beside each other). work: of `traffic`; parts: of the keys, each read by programs of its own."""
     if not (work.streamed and work.outer):
         return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1)), 1.0
-    by_keys, streams, programs, outer = kernel in ("keys", "one_pass"), parts * known.z / known.share, gpu.sms * resident, work.outer * parts
-    together = l2.at_once(schedule, kernel, streams, work.streamed, outer, programs, known.long_first(by_keys))
-    apart = l2.apart(known.uneven, known.share, together, outer / streams, programs) if by_keys else 0.0
-    return (*l2.device_bytes(work.once, work.again, work.written, work.streamed, streams, together, outer, programs, apart, gpu.l2),
-            min(outer / streams, programs / together))
+    found = streaming(schedule, kernel, work, known, gpu, resident, parts)
+    return (*l2.device_bytes(work.once, work.again, work.written, found, gpu.l2), min(found.outer / found.streams, found.programs / found.at_once))
+
+
+def streaming(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> l2.Streaming:
+    """Arguments as `device_bytes`."""
+    return l2.Streaming(schedule, kernel, work.streamed, parts * known.z / known.share, work.outer * parts, gpu.sms * resident, known.uneven, known.share,
+                        known.long_first(kernel in ("keys", "one_pass")))
+
+
+def takes_turns(known: Facts, m: int, n: int, gpu: GPU) -> bool:
+    """As `l2.Streaming.takes_turns`."""
+    return streaming("hopper", "one_pass", traffic("one_pass", known, m, n, known.tiles(m, n)[0]), known, gpu, 1).takes_turns(gpu.l2)
 
 
 def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: Facts, gpu: GPU, scalar: bool, resident: int, registers: float,

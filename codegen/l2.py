@@ -3,13 +3,14 @@
 Programs of one batch index stream the same rows (keys and values forward; queries, dO and dQ backward) beside each other, so that all but the
 first find a row in the cache, unless it has been displaced since. Two things take too long for that: a later wave of programs begins at rows
 that the one before began with (`passes`), and under a mask programs over keys are apart from the start, or drift apart where each goes through
-several heads (`apart`). What was written last is still in the cache when a kernel ends, and is not counted.
+several heads one after the other (`Streaming.apart`). What was written last is still in the cache when a kernel ends, and is not counted.
 
 The formulas were found by simulating a cache that displaces what was used least recently (tests/test_l2.py), and agree with what was counted on an H200.
 """
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 from .order import long_first
 from .schedules.hopper_locate import L2_KIB
@@ -47,25 +48,48 @@ def _compiled():
     return sympy.lambdify(sympy.symbols(SYMBOLS, positive=True), [found["moved"], found["counted"]], "math", cse=True)
 
 
-def device_bytes(once: float, again: float, written: float, streamed: float, streams: float, together: float, outer: float, programs: float, apart: float,
-                 cache: float) -> tuple[float, float]:
-    """(bytes that a kernel moves, bytes that a counter sees while it runs). Arguments as `SYMBOLS`; outer: programs in all."""
-    return tuple(_compiled()(once, again, written, streamed, streams, together, outer / streams, programs, apart, HOLDS * cache))
+@dataclass(frozen=True)
+class Streaming:
+    """Of a kernel: streams in all, those that programs read at once, programs in all and at once, and how far apart those of a stream are (`apart`). bytes: of
+    all streams. long_first, share: the schedules start the programs with most rows first, each of which goes through so many heads."""
+
+    schedule: str
+    kernel: str
+    bytes: float
+    streams: float
+    outer: float
+    programs: float
+    uneven: float
+    share: float
+    long_first: bool
+
+    @functools.cached_property
+    def at_once(self) -> float:
+        """Streams that programs read at the same time, by the order in which they start."""
+        each, tiles = self.bytes / self.streams, self.outer / self.streams
+        if self.long_first and (self.schedule, self.kernel) == ("hopper", "forward"):
+            return min(self.streams, max(1.0, L2_KIB * 1024 // each))
+        if self.long_first and self.kernel == "one_pass":
+            return float(long_first(round(self.streams), round(tiles), each / 1024)[0])
+        return min(self.streams, max(1.0, self.programs / tiles))
+
+    def apart(self, turns: bool) -> float:
+        """Share of a stream's bytes between the first and the last of the programs over keys that run at once. turns: heads take turns."""
+        if self.kernel not in ("keys", "one_pass") or turns:
+            return 0.0
+        running = min(1.0, self.programs * self.streams / (self.at_once * self.outer))
+        if self.share > 1:  # they start together
+            return self.uneven * min(DRIFT, running)
+        return self.uneven * min(1.0, 4 / 3 * running)  # each at its own row; those that follow the first short ones, further on
+
+    def takes_turns(self, cache: float) -> bool:
+        """Do programs of the Hopper backward go through the heads that share keys in turn, tile of rows by tile of rows? One after the other, those with more rows
+        and less are at different heads after a while: no matter as long as the cache holds what lies between them, some 3 % faster even."""
+        return (self.schedule, self.kernel) == ("hopper", "one_pass") and self.share > 1 and self.long_first \
+            and self.apart(False) * self.at_once * self.bytes / self.streams > HOLDS * cache
 
 
-def at_once(schedule: str, kernel: str, streams: float, streamed: float, outer: float, programs: float, first_long: bool) -> float:
-    """Streams that programs read at the same time, by the order in which they start. first_long: the schedules start long ones first where they differ."""
-    each, tiles = streamed / streams, outer / streams
-    if first_long and (schedule, kernel) == ("hopper", "forward"):
-        return min(streams, max(1.0, L2_KIB * 1024 // each))
-    if first_long and kernel == "one_pass":
-        return float(long_first(round(streams), round(tiles), each / 1024)[0])
-    return min(streams, max(1.0, programs / tiles))
-
-
-def apart(uneven: float, heads: float, together: float, tiles: float, programs: float) -> float:
-    """Share of a stream's bytes between the first and the last of the programs over keys that run at once. heads: that share the keys."""
-    running = min(1.0, programs / (together * tiles))
-    if heads > 1:  # they start together
-        return uneven * min(DRIFT, running)
-    return uneven * min(1.0, 4 / 3 * running)  # each at its own row; those that follow the first short ones, further on
+def device_bytes(once: float, again: float, written: float, found: Streaming, cache: float) -> tuple[float, float]:
+    """(bytes that a kernel moves, bytes that a counter sees while it runs). Arguments as `SYMBOLS`."""
+    apart = found.apart(found.takes_turns(cache))
+    return tuple(_compiled()(once, again, written, found.bytes, found.streams, found.at_once, found.outer / found.streams, found.programs, apart, HOLDS * cache))

@@ -85,6 +85,7 @@ class Site:
     ordered: bool = False        # which adds dQ up in a fixed order
     tiled: tuple[str, ...] = ()  # captured tensors of which the Hopper schedules read tiles by TMA
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
+    turns: bool = False          # there, heads that share keys in turn, tile of rows by tile of rows
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
     stages: int = 2              # of the Hopper backward schedule: tiles of rows in shared memory
     aligned: bool = True         # strides of q, k, v and dO are multiples of 16 bytes

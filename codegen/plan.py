@@ -53,6 +53,7 @@ class Plan:
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
     stored     captured tensor whose gradient their backward stores as it goes
     ordered    their backward adds dQ up in a fixed order
+    turns      it goes through the heads that share keys in turn, tile of rows by tile of rows
     parts      into how many parts the forward kernel's keys are split, a program for each: 1, or 0 for as many as `split.number` says
     packed     axes that k and v lack, whose heads are rows of the forward kernel's tiles
     reason     why these tiles
@@ -77,6 +78,7 @@ class Plan:
     tiled: tuple[str, ...] = ()
     stored: str = ""
     ordered: bool = False
+    turns: bool = False
     parts: int = 1
     packed: tuple[str, ...] = ()
     aligned: bool = True
@@ -116,18 +118,22 @@ class Plan:
             own += ", heads that share keys in one tile"
         if self.parts != 1:
             own += ", keys in parts"
+        if self.turns:
+            own += ", heads that share keys in turn"
         parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
         return f"{self.schedule} on {self.gpu.name}: {'; '.join(parts)} ({self.reason})"
 
 
 @contextlib.contextmanager
-def overridden(schedule: str | None = None, parts: int | None = None, packed: bool | None = None, **tiles: tuple[int, int, int, int]):
+def overridden(schedule: str | None = None, parts: int | None = None, packed: bool | None = None, turns: bool | None = None,
+               **tiles: tuple[int, int, int, int]):
     """For tests and sweeps: overridden(forward=(64, 32, 4, 2), keys=…, rows=…, dense=…) while the block runs.
 
     schedule  "triton": the portable schedule everywhere; "hopper": the Hopper schedule wherever it can run, short rows too. Without it,
               tiles are the portable schedule's.
     parts     of the keys in the portable forward kernel: 1 for none, 0 for as many as fill the card, else that many
     packed    False: each head has tiles of its own in it
+    turns     do heads that share keys take turns in the Hopper backward, where they can?
     """
     unknown = set(tiles) - {"forward", "keys", "rows", "dense"}
     if unknown:
@@ -135,7 +141,7 @@ def overridden(schedule: str | None = None, parts: int | None = None, packed: bo
     if schedule not in (None, *SCHEDULES):
         raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
     before = dict(OVERRIDE)
-    OVERRIDE.update(tiles | {name: value for name, value in (("schedule", schedule), ("parts", parts), ("packed", packed)) if value is not None})
+    OVERRIDE.update(tiles | {name: value for name, value in (("schedule", schedule), ("parts", parts), ("packed", packed), ("turns", turns)) if value is not None})
     calls.forget()
     try:
         yield
@@ -316,8 +322,9 @@ class _Asked:
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored))
         ordered = kernel == "keys" and deterministic()  # whose turn it is lies in shared memory too
+        turns = kernel == "keys" and OVERRIDE.get("turns", not (ordered or self.listed) and cost.takes_turns(self.hopper_tiles.known, m, n, gpu))
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,
-                             best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=self.stored, ordered=ordered))
+                             best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=self.stored, ordered=ordered, turns=turns))
 
     # the portable schedule
 

@@ -1,6 +1,7 @@
 """Bytes of device memory: the model against an H200's counters, and against a simulated cache that displaces what was used least recently."""
 from __future__ import annotations
 
+import functools
 import heapq
 from collections import OrderedDict
 from dataclasses import replace
@@ -50,68 +51,91 @@ class Cache:
 
 
 def simulated(programs, cache: Cache) -> int:
-    """Bytes moved by programs, generators of the touches of each step; PROGRAMS of them run at once, one step at a time, and start in order."""
+    """Bytes moved by programs, each a function of how many ran before it at the same place, which gives the touches of each step; PROGRAMS of them run at once,
+    one step at a time, and start in order."""
     waiting = iter(programs)
-    running = [(0, number, next(waiting)) for number in range(min(PROGRAMS, len(programs)))]
+    running = [(0, number, next(waiting)(0), 0) for number in range(min(PROGRAMS, len(programs)))]
     number = len(running)
     while running:
-        time, own, program = heapq.heappop(running)
+        time, own, program, nth = heapq.heappop(running)
         touches = next(program, None)
         if touches is not None:
             for touch in touches:
                 cache.touch(*touch)
-            heapq.heappush(running, (time + 1, own, program))
+            heapq.heappush(running, (time + 1, own, program, nth))
         elif (following := next(waiting, None)) is not None:
-            heapq.heappush(running, (time, number, following))
+            heapq.heappush(running, (time, number, following(nth + 1), nth + 1))
             number += 1
     return cache.moved
 
 
-def one_pass(p: Problem, causal: bool, m: int, n: int):
-    """The programs of the Hopper backward, in the order in which they start."""
+def one_pass(p: Problem, causal: bool, m: int, n: int, turns: bool = False):
+    """The programs of the Hopper backward, in the order in which they start. turns: heads that share keys take turns, to the mask's edge and back."""
     (batch, _, share), M, D = p.extents, p.M, p.D
 
-    def program(y: int, j0: int):
+    def program(y: int, j0: int, nth: int):
         yield [(("kv", y, j0), 4 * n * D)]
-        for z in range(share):
-            for i in range(j0 // m * m if causal else 0, M, m):
-                yield [(("q", y, z, i), m * (4 * D + 8)), (("dq", y, z, i), 4 * m * D, True)]
+        rows = range(j0 // m * m if causal else 0, M, m)
+        each = [(z, i) for i in (rows if nth % 2 else rows[::-1]) for z in range(share)] if turns else [(z, i) for z in range(share) for i in rows]
+        for z, i in each:
+            yield [(("q", y, z, i), m * (4 * D + 8)), (("dq", y, z, i), 4 * m * D, True)]
         yield [(("dkv", y, j0), 4 * n * D, True, False)]
     tiles = p.N // n
     if not causal:
-        return [program(y, t * n) for y in range(batch) for t in range(tiles)]
+        return [functools.partial(program, y, t * n) for y in range(batch) for t in range(tiles)]
     together, _, groups = long_first(batch, tiles, share * M * 8 * D / 1024)
-    return [program(g * together + y, t * n) for g in range(groups) for t in range(tiles) for y in range(together)]
+    return [functools.partial(program, g * together + y, t * n) for g in range(groups) for t in range(tiles) for y in range(together)]
 
 
 def forward(p: Problem, window: bool, m: int, n: int):
     """The programs of the portable forward, without a mask or under a window."""
     (batch, _, share), D = p.extents, p.D
 
-    def program(z: int, i0: int):
+    def program(z: int, i0: int, nth: int):
         yield [(("q", z, i0), 2 * m * D)]
         for j in range(max(0, i0 + 1 - WINDOW) // n * n, i0 + m, n) if window else range(0, p.N, n):
             yield [(("kv", z // share, j), 4 * n * D)]
         yield [(("o", z, i0), 2 * m * D + 4 * m, True, False)]
-    return [program(z, i0) for z in range(batch * share) for i0 in range(0, p.M, m)]
+    return [functools.partial(program, z, i0) for z in range(batch * share) for i0 in range(0, p.M, m)]
+
+
+def card(cache: float):
+    return replace(H200, l2=round(cache / l2.HOLDS / 1024) * 1024)
 
 
 def modelled(kernel: str, p: Problem, variant: str, m: int, n: int, cache: float) -> float:
     known = cost.facts(spec_of(variant, True), p)
     work = cost.traffic(kernel, known, m, n, known.tiles(m, n)[0])
-    gpu = replace(H200, l2=round(cache / l2.HOLDS / 1024) * 1024)
-    return cost.device_bytes("hopper" if kernel == "one_pass" else "triton", kernel, work, known, gpu, 1)[1]
+    return cost.device_bytes("hopper" if kernel == "one_pass" else "triton", kernel, work, known, card(cache), 1)[1]
 
 
-@pytest.mark.parametrize("heads, share, length, size, causal", [(8, 1, 8192, 64, True), (4, 6, 4096, 64, True), (4, 6, 8192, 64, True), (8, 1, 8192, 64, False)])
+BACKWARDS = [(8, 1, 8192, 64, True), (4, 6, 4096, 64, True), (4, 6, 8192, 64, True), (8, 8, 2048, 128, True), (8, 1, 8192, 64, False)]
+
+
+def backward(heads: int, share: int, length: int, size: int, share_of_bytes: float) -> tuple[Problem, float]:
+    """(problem, a cache of a share of the bytes that q, dO and dQ have)."""
+    return Problem((heads, 1, share), length, length, size, size, "bfloat16", "bfloat16"), share_of_bytes * heads * share * length * (8 * size + 8)
+
+
+@pytest.mark.parametrize("heads, share, length, size, causal", BACKWARDS)
 @pytest.mark.parametrize("share_of_bytes", [0.15, 0.25, 0.4, 1.0])
 def test_backward_against_a_simulated_cache(heads, share, length, size, causal, share_of_bytes):
-    """Caches of a share of the bytes that q, dO and dQ have. From one to the other what is moved changes up to sixty times; the model errs where misses set in, the
-    more so as programs here keep step, and on the card drift farther (`l2.DRIFT`)."""
-    p = Problem((heads, 1, share), length, length, size, size, "bfloat16", "bfloat16")
-    cache = share_of_bytes * heads * share * length * (8 * size + 8)
-    found, wanted = modelled("one_pass", p, "causal" if causal else "full", 64, 128, cache), simulated(one_pass(p, causal, 64, 128), Cache(cache))
+    """From one cache to the other what is moved changes up to sixty times; the model errs where misses set in. Heads take turns where the planner says so."""
+    p, cache = backward(heads, share, length, size, share_of_bytes)
+    variant = "causal" if causal else "full"
+    turns = cost.takes_turns(cost.facts(spec_of(variant, True), p), 64, 128, card(cache))
+    found, wanted = modelled("one_pass", p, variant, 64, 128, cache), simulated(one_pass(p, causal, 64, 128, turns), Cache(cache))
     assert wanted / 1.75 < found < 1.75 * wanted
+
+
+@pytest.mark.parametrize("heads, share, length, size", [b[:4] for b in BACKWARDS if b[1] > 1])
+def test_heads_take_turns_where_a_cache_would_lose_their_rows(heads, share, length, size):
+    """One after the other, they move several times the bytes from and to device memory then; where the cache holds all rows, no more."""
+    for share_of_bytes, better in ((0.25, 5.0), (1.0, 0.0)):
+        p, cache = backward(heads, share, length, size, share_of_bytes)
+        moved = {turns: simulated(one_pass(p, True, 64, 128, turns), Cache(cache)) for turns in (False, True)}
+        chosen = cost.takes_turns(cost.facts(spec_of("causal", True), p), 64, 128, card(cache))
+        assert chosen == bool(better) and moved[False] > better * moved[True]
 
 
 @pytest.mark.parametrize("variant, cache", [("full", 1), ("full", 2), ("full", 4), ("full", 32), ("window", 4), ("window", 32)])

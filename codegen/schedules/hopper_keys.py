@@ -84,9 +84,8 @@ def goes_together(site: Site) -> bool:
 
 
 def takes_turns(site: Site) -> bool:
-    """Do the batch indices that share keys take turns, tile of rows by tile of rows? One after the other, programs with more rows and less are at different
-    ones of them after a while, and find no row in the L2 cache. Not where sums of each are kept, nor where rows are added to in an order."""
-    return bool(site.other_axes(site.axes_of("k", "v"))) and starts_long(site) and not site.ordered and not any(map(ends, site.loads))
+    """Do the batch indices that share keys take turns, tile of rows by tile of rows? Not where sums of each are kept, nor where rows are added to in an order."""
+    return site.turns and bool(site.other_axes(site.axes_of("k", "v"))) and not site.ordered and not any(map(ends, site.loads))
 
 
 def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:

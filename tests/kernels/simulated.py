@@ -151,6 +151,15 @@ def test_rest_of_many_tiles(variant, kind, head, ordered):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("variant, head, length, listed", [("causal", 64, 320, False), ("causal", 128, 460, False), ("window", 64, 320, False), ("alibi", 128, 320, False),
+                                                           ("dropout", 128, 300, False), ("dropout", 64, 300, False), ("bias", 64, 320, False), ("softcap", 96, 320, False),
+                                                           ("documents", 64, 460, True), ("mean_left_padding", 128, 320, True), ("ended_causal", 64, 320, False)])
+def test_rest_of_heads_in_turn(variant, head, length, listed):
+    """Whether that pays or not: rows of a tile of keys from the last to the first and, of the program's next one, from the first to the last."""
+    with overridden(schedule="hopper", turns=True):
+        check(variant, "gqa", "bfloat16", head, length, listed=listed)
+
+
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("hidden", ["keys", "rows", "all"])
 def test_rest_of_empty_lists(hidden, head):

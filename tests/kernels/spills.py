@@ -20,7 +20,7 @@ from .compiled import BY_ARCH, compile_all
 from .random_spec import draw
 
 
-def survey(point: str, trained: bool, tiles: dict[str, tuple[int, ...]]):
+def survey(point: str, trained: bool, tiles: dict[str, tuple[int, ...] | bool]):
     """(line of the point, reports of its kernels with their plans) of each combination."""
     *lists, length, dtype = (point if point.count(":") == 6 else f"{point}:bfloat16").split(":")
     for arch, schedule, variant, kind, head, M in itertools.product(*(x.split(",") for x in (*lists, length))):
@@ -62,9 +62,11 @@ def main() -> int:
     parser.add_argument("--random", metavar="FIRST:COUNT", help="specs of tests.gpu.stress")
     parser.add_argument("--trained", action="store_true", help="captured tensors get gradients")
     parser.add_argument("--tiles", nargs="*", default=[], metavar="KERNEL=M,N,WARPS,STAGES")
+    parser.add_argument("--turns", action="store_true", help="heads that share keys take turns in the Hopper backward")
     parser.add_argument("--all", action="store_true", help="a line for kernels that do not spill too")
     args, found, bad = parser.parse_args(), 0, 0
     tiles = {kernel: tuple(map(int, numbers.split(","))) for kernel, numbers in (text.split("=") for text in args.tiles)}
+    tiles |= {"turns": True} if args.turns else {}
     first, count = map(int, (args.random or "0:0").split(":"))
     seeds = range(first, first + count)
     for point in args.points:

@@ -230,6 +230,12 @@ def test_an_ordered_backward_builds(head, variant, kind):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("head, variant", [(128, "causal"), (64, "causal"), (128, "dropout"), (96, "alibi"), (128, "softcap"), (80, "causal"), (64, "prefix")])
+def test_a_backward_with_heads_in_turn_builds(head, variant):
+    with overridden(schedule="hopper", turns=True):
+        builds("sm_90", "bfloat16", head, variant, "gqa")
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype, head, variant, kind, M", thinned([
     ("bfloat16", 128, "full", "gqa", 1), ("float16", 64, "prefix", "self", 5), ("bfloat16", 80, "padding", "gqa", 1), ("bfloat16", 256, "full", "self", 1),
