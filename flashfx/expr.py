@@ -63,10 +63,11 @@ def cached_hash(cls):
     structural = cls.__hash__
 
     def __hash__(self):
-        value = self.__dict__.get("_hash")
-        if value is None:
+        try:
+            return self._hash
+        except AttributeError:
             value = self.__dict__["_hash"] = structural(self)
-        return value
+            return value
 
     def __getstate__(self):  # no cached values: hashes of strings differ between processes
         return {f.name: getattr(self, f.name) for f in fields(self)}
