@@ -80,7 +80,7 @@ def starts_long(site: Site) -> bool:
 def goes_together(site: Site) -> bool:
     """Is any order of tiles right, and does it matter? Tiles that most rows see start first (`order.long_first`), those of batch indices that share
     captured tiles beside each other."""
-    return not site.ordered and not site.listed and (starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
+    return not site.ordered and (site.turns or not site.listed) and (starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
 
 
 def takes_turns(site: Site) -> bool:

@@ -84,10 +84,10 @@ def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages
 
 
 def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False,
-                 stored: bool = False) -> int:
+                 stored: bool = False, turns: bool = False) -> int:
     """Shared memory that the compiler takes for a kernel; an upper bound where tables get no gradient, integers have 32 bits,
     dQ is summed in order, or the spec names sizes.
-    stored: is the gradient of a captured tensor stored on the way?"""
+    stored: is the gradient of a captured tensor stored on the way? turns: as `Plan.turns`."""
     tiled = tuple(tiled)
     if kernel == "forward":
         queries = q_tiles(spec, problem, m, n, stages, tiled)
@@ -120,7 +120,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     told = keys * (4 + len(spec.axes) - len(others) + (not split and spec.dropout > 0)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
     found += [(NUMBER * number, 16) for number in told]
-    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed), 8), (12 if split else 4, 4)])
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed, turns), 8), (12 if split else 4, 4)])
 
 
 def _is_split(problem: Problem) -> bool:
@@ -240,7 +240,8 @@ def _reads_ends(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, stored: bool, listed: bool) -> int:
+def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, stored: bool, listed: bool,
+                    turns: bool) -> int:
     """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
@@ -258,7 +259,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     numbers += (uneven and (split or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
                 or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
     mine = [a for a in spec.axes if a in spec.k | spec.v]
-    if not listed and (Var("j0") in found.lo.leaves and found.hi == Var("M") or shares(spec, tiled, mine)):  # batch indices that go together
+    if (turns or not listed) and (Var("j0") in found.lo.leaves and found.hi == Var("M") or shares(spec, tiled, mine)):  # batch indices that go together
         batches = prod(e for a, e in extents.items() if a in spec.k | spec.v)
         rows = problem.M * prod(problem.extents) // max(1, batches)
         row = 6 * sum(_pieces(problem.D)) + 2 * sum(_pieces(problem.Dv))

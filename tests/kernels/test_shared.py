@@ -197,6 +197,13 @@ def test_shared_memory_of_the_pair(turn, found):
     check_pair(found, 1, turn)
 
 
+@pytest.mark.parametrize("turn, found", enumerate([Case("sm_90", "causal", "gqa", 128), Case("sm_90", "causal", "gqa", 64), Case("sm_90", "dropout_padding", "gqa", 128, listed=True),
+                                                   Case("sm_90", "mean_left_padding", "gqa", 64, listed=True)]), ids=str)
+def test_shared_memory_where_heads_take_turns(turn, found):
+    with overridden(turns=True):
+        check_pair(found, 1, turn)
+
+
 MADE_OF = {  # what a spec is made of -> (axes of q, axes of k, captured tensor, score, mask)
     "two": ("b, h", "b, h", "", "qk", ""), "upper": ("b, h", "b, h", "", "qk", "i <= j"), "three": ("b, h, g", "b, h", "", "qk", "j <= i"),
     "one": ("b", "b", "", "qk", ""),
