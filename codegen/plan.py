@@ -19,6 +19,7 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import calls, candidates, cost
 from .blocks import pays
+from .captured import grouped
 from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
 from .gpu import EXACT, GPU, units
 from .packing import packed_axes
@@ -321,11 +322,17 @@ class _Asked:
             reason = _reason(best, compared, gpu, True)
         m, n, _, stages = best.tiles
         ordered = kernel == "keys" and deterministic()  # whose turn it is lies in shared memory too
-        turns = kernel == "keys" and OVERRIDE.get("turns", not (ordered or self.listed and _pairs_up(spec)) and cost.takes_turns(self.hopper_tiles.known, m, n, gpu))
+        turns = kernel == "keys" and OVERRIDE.get("turns", not ordered and self.takes_turns(m, n)) and grouped(spec)
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored), turns)
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,
                              best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=self.stored, ordered=ordered, turns=turns))
+
+    def takes_turns(self, m: int, n: int) -> bool:
+        """As `Plan.turns`. Where data decide which rows see which keys, as ids of documents do, nobody knows beforehand which tiles of keys most rows see."""
+        if self.listed and any({"i", "j"} <= c.variables for c in conjuncts(self.spec.visible) if c.loads):
+            return False
+        return cost.takes_turns(self.hopper_tiles.known, m, n, self.gpu)
 
     # the portable schedule
 
@@ -369,11 +376,6 @@ class _Asked:
         parts = OVERRIDE.get("parts", best.parts) if kernel == "forward" else 1
         return _divided(Plan("triton", self.direction, kernel, *best.tiles, best.shared, gpu, matmul_precision(problem, gpu), asked.descriptors, reason,
                              best.registers, listed=asked.listed, parts=parts, packed=packed_axes(spec, problem) if asked.packed else ()))
-
-
-def _pairs_up(spec: AttentionSpec) -> bool:
-    """Do data decide which rows see which keys, as documents do, so that no one knows beforehand which tiles of keys are seen by most rows?"""
-    return any({"i", "j"} <= c.variables for c in conjuncts(spec.visible) if c.loads)
 
 
 def why_not(spec: AttentionSpec, problem: Problem, gpu: GPU) -> str | None:

@@ -20,6 +20,7 @@ from ..region import Problem
 from ..spec import AttentionSpec
 from . import calls
 from . import plan as planning
+from .captured import grouped
 from .candidates import ask, ranked, representative
 from .gpu import GPU
 from .load import cache_dir, load
@@ -31,6 +32,8 @@ from .traffic import duration
 
 FEW = 3
 """Tiles of a kernel and schedule that are measured."""
+OPTIONS = "schedule", "turns"
+"""What `overridden` takes of all kernels of a plan together."""
 _state = {"on": False}
 
 
@@ -44,16 +47,18 @@ def enabled() -> bool:
     return _state["on"]
 
 
-def pin(spec: str | AttentionSpec, direction: str, schedule: str, **tiles: Sequence[int]) -> None:
+def pin(spec: str | AttentionSpec, direction: str, schedule: str, turns: bool | None = None, **tiles: Sequence[int]) -> None:
     """Plan `spec` in "forward" or "backward" with a schedule and tiles, whatever the model says: `pin(text, "forward", "hopper", forward=(128, 64, 8, 3))`.
 
+    turns  do heads that share keys take turns in the Hopper backward? As the model says unless given
     tiles  kernel ("forward", "keys", "rows", "dense") -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
     Raises ValueError as `plan.overridden` does.
     """
     spec = AttentionSpec.parse(spec) if isinstance(spec, str) else spec
-    with overridden(schedule=schedule, **{kernel: tuple(t) for kernel, t in tiles.items()}):
+    pinned = {"schedule": schedule, "turns": turns, **{kernel: tuple(t) for kernel, t in tiles.items()}}
+    with overridden(**pinned):
         pass
-    planning.PINNED[spec, direction] = {"schedule": schedule, **{kernel: tuple(t) for kernel, t in tiles.items()}}
+    planning.PINNED[spec, direction] = pinned
     calls.forget()
 
 
@@ -69,9 +74,14 @@ def tune(spec: AttentionSpec, problem: Problem, gpu: GPU, device: torch.device, 
                 found = _measured(spec, problem, gpu, device, direction, say, given)
             known = {**_read(), key: found}
             _write(known)
-            tiles = "".join(f", {k}={tuple(v)}" for k, v in found.items() if k != "schedule")
+            tiles = "".join(f", {k}={_value(v)}" for k, v in found.items() if k != "schedule")
             say(f"flashfx autotune: kept; to pin it: flashfx.codegen.tuning.pin({spec.line!r}, {direction!r}, {found['schedule']!r}{tiles})")
-        planning.TUNED[spec, representative(problem), direction] = {k: v if k == "schedule" else tuple(v) for k, v in known[key].items()}
+        planning.TUNED[spec, representative(problem), direction] = {k: _value(v) for k, v in known[key].items()}
+
+
+def _value(kept):
+    """What JSON keeps of a schedule's name, tiles or a flag."""
+    return tuple(kept) if isinstance(kept, (list, tuple)) else kept
 
 
 def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, given: Mapping) -> list[dict]:
@@ -82,8 +92,9 @@ def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, giv
     if why is None:
         kernel = "forward" if direction == "forward" else "keys"
         with overridden(schedule="hopper"):  # the plan that the model prefers may read none by TMA
-            tiled = make_plan(spec, problem, gpu, direction, **given).tiled
-        found += [{"schedule": "hopper", kernel: t} for t in few("hopper", kernel, tiled=tiled)]
+            plan = make_plan(spec, problem, gpu, direction, **given)
+        ways = [{"turns": plan.turns}, {"turns": not plan.turns}] if kernel == "keys" and grouped(spec) and not plan.ordered else [{}]
+        found += [{"schedule": "hopper", **way, kernel: t} for n, way in enumerate(ways) for t in few("hopper", kernel, tiled=plan.tiled)[: FEW - 2 * n]]
     kernels = ("forward",) if direction == "forward" else ("keys", "rows")
     packed = not given["listed"] and bool(packed_axes(spec, problem))
     described = planning.has_descriptors(spec, problem, gpu) and given.get("descriptors") is not False
@@ -105,9 +116,11 @@ def _measured(spec, problem, gpu, device, direction, say, given) -> dict:
             runs = launches(load(render(spec, forward, problem, needs, backward).text), operands, direction)
             seconds_of = _by_kernel(plan, [(name, us * 1e-6) for name, us in each(runs, clock)])
             for kernel, seconds in seconds_of.items():
-                times[plan.schedule, kernel, offer.get(kernel)] = min(seconds, times.get((plan.schedule, kernel, offer.get(kernel)), float("inf")))
+                taken = tuple((k, v) for k, v in offer.items() if k in OPTIONS), kernel, offer.get(kernel)
+                times[taken] = min(seconds, times.get(taken, float("inf")))
             say(f"flashfx autotune: {direction} of {spec.line} at M={problem.M}, N={problem.N}, {n + 1} of {len(offers)}: {plan.schedule} "
-                + ", ".join(f"{k} {'x'.join(map(str, t))} {duration(seconds_of[k])}" for k, t in offer.items() if k != "schedule"))
+                + ", heads in turn" * offer.get("turns", False)
+                + "".join(f", {k} {'x'.join(map(str, t))} {duration(seconds_of[k])}" for k, t in offer.items() if k not in OPTIONS))
     return fastest(times)
 
 
@@ -121,13 +134,13 @@ def _by_kernel(plan: Plan, runs: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def fastest(times: Mapping[tuple, float]) -> dict:
-    """(schedule, kernel, tiles) -> seconds, to the tiles of the schedule whose kernels are fastest together."""
-    best: dict[str, dict[str, tuple[float, tuple]]] = {}
-    for (schedule, kernel, tiles), seconds in times.items():
-        own = best.setdefault(schedule, {})
+    """(items of `OPTIONS`, kernel, tiles) -> seconds, to the options whose kernels are fastest together, and their tiles."""
+    best: dict[tuple, dict[str, tuple[float, tuple]]] = {}
+    for (options, kernel, tiles), seconds in times.items():
+        own = best.setdefault(options, {})
         own[kernel] = min(own.get(kernel, (float("inf"), tiles)), (seconds, tiles))
-    schedule = min(best, key=lambda s: sum(seconds for seconds, _ in best[s].values()))
-    return {"schedule": schedule, **{kernel: tiles for kernel, (_, tiles) in best[schedule].items()}}
+    options = min(best, key=lambda way: sum(seconds for seconds, _ in best[way].values()))
+    return {**dict(options), **{kernel: tiles for kernel, (_, tiles) in best[options].items()}}
 
 
 def _key(spec, problem, gpu, direction, given) -> str:

@@ -83,10 +83,24 @@ def test_a_kernel_is_measured_behind_those_before_it(monkeypatch, direction, nam
 
 
 def test_the_fastest_kernels_together():
-    times = {("hopper", "keys", (64, 128, 8, 2)): 5.0, ("triton", "keys", (64, 64, 4, 2)): 2.0, ("triton", "keys", (32, 64, 4, 2)): 3.0,
-             ("triton", "rows", (64, 64, 4, 2)): 2.5, ("triton", "rows", (64, 32, 4, 2)): 2.0}
+    hopper, triton = (("schedule", "hopper"),), (("schedule", "triton"),)
+    times = {(hopper, "keys", (64, 128, 8, 2)): 5.0, (triton, "keys", (64, 64, 4, 2)): 2.0, (triton, "keys", (32, 64, 4, 2)): 3.0,
+             (triton, "rows", (64, 64, 4, 2)): 2.5, (triton, "rows", (64, 32, 4, 2)): 2.0}
     assert tuning.fastest(times) == {"schedule": "triton", "keys": (64, 64, 4, 2), "rows": (64, 32, 4, 2)}
-    assert tuning.fastest({**times, ("hopper", "keys", (64, 128, 8, 1)): 3.9}) == {"schedule": "hopper", "keys": (64, 128, 8, 1)}
+    assert tuning.fastest({**times, (hopper, "keys", (64, 128, 8, 1)): 3.9}) == {"schedule": "hopper", "keys": (64, 128, 8, 1)}
+    turns = *hopper, ("turns", True)
+    assert tuning.fastest({**times, (turns, "keys", (64, 128, 8, 2)): 3.5}) == {"schedule": "hopper", "turns": True, "keys": (64, 128, 8, 2)}
+
+
+def test_heads_that_share_keys_are_measured_in_turn_and_one_after_the_other():
+    given, card, p = dict(descriptors=True, listed=False, needs=(True,) * 3, tiled=()), BY_NAME["H200"], problem("gqa", 64, "bfloat16", M=2048)
+    offers = lambda kind, direction: [o for o in tuning._offers(spec(CORE["causal"], kind), problem(kind, 64, "bfloat16", M=2048), card, direction, given) if o["schedule"] == "hopper"]
+    found = offers("gqa", "backward")
+    assert {o["turns"] for o in found} == {True, False}
+    for offer in found:
+        with plan.overridden(**offer):
+            assert make_plan(spec(CORE["causal"], "gqa"), p, card, "backward").turns == offer["turns"]
+    assert not any("turns" in o for o in offers("self", "backward") + offers("gqa", "forward"))
 
 
 def test_a_pin_overrules_the_model(monkeypatch):
@@ -96,6 +110,9 @@ def test_a_pin_overrules_the_model(monkeypatch):
     found = make_plan(s, p, BY_NAME["H200"], "forward")
     assert (found.schedule, found.tiles) == ("hopper", (128, 64, 8, 2)) and "pinned" in found.reason
     assert "pinned" not in make_plan(s, p, BY_NAME["H200"], "backward").reason
+    shared, few = spec(CORE["causal"], "gqa"), problem("gqa", 64, "bfloat16", M=4096)
+    tuning.pin(shared, "backward", "hopper", turns=True)
+    assert make_plan(shared, few, BY_NAME["H200"], "backward").turns
     with pytest.raises(ValueError, match="unknown kernels"):
         tuning.pin(s, "forward", "hopper", fwd=(128, 64, 8, 2))
 
