@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..expr import Const, Var
 from .program import Program
 from .ranges import Bounds
-from .writer import Writer
+from .writer import HOIST, Writer
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Loop:
 
     @property
     def head(self) -> str:
-        return f"for {self.index} in tl.range({self.first}, {self.last}{', ' * bool(self.step)}{self.step}):"
+        return f"for {self.index} in tl.range({self.first}, {self.last}{', ' * bool(self.step)}{self.step}, disable_licm=not {HOIST}):"
 
     def of_part(self, out: Writer) -> Loop:
         """The tiles of it that fall to this program where the second dimension of the grid counts parts of the keys: as many to each, but for the last."""

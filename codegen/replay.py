@@ -41,7 +41,10 @@ class Watched:
         compiled = self.kernel[grid](*args, **options)
         recording = getattr(_active, "recording", None)
         if recording is not None:
-            recording.launched(compiled, (*grid, 1, 1)[:3], [*args, *(options[name] for name in self.kernel.arg_names[len(args):])])
+            recording.launched(compiled, (*grid, 1, 1)[:3], [*args, *(self._option(name, options) for name in self.kernel.arg_names[len(args):])])
+
+    def _option(self, name: str, options: dict):
+        return options[name] if name in options else self.kernel.signature.parameters[name].default
 
 
 def watch_launches(module) -> None:

@@ -4,10 +4,11 @@ No register model knows every score function, mask and length; where there is no
 tests. So the compiler is asked at the first launch what it spilled, and while it did a kernel is compiled again, with
 1. as many registers as a thread can have: the assembler gives fewer when it hopes for more programs at a time,
 2. an assembler that is sparing with them,
-3. twice the warps,
-4. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays; of sums beyond the ends of a table another kernel knows by the
+3. nothing worked out in front of its loops that the compiler could work out there (`writer.HOIST`),
+4. twice the warps,
+5. half of the inner tile, and so on. Grids and buffers go by the outer tile, which stays; of sums beyond the ends of a table another kernel knows by the
    inner tile what is left for it, and then that stays too,
-5. all of these with nothing copied ahead: where the next tile is waits in registers too.
+6. all of these with nothing copied ahead: where the next tile is waits in registers too.
 Where warps have parts of their own only the assembler can be asked: registers are dealt out, and tiles belong to the parts.
 """
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from .. import compat
+from .writer import HOIST
 
 INNER = {"attention_forward": ("BLOCK_N", ("K", "V")), "attention_backward_rows": ("BLOCK_N", ("K", "V")),
          "attention_backward_keys": ("BLOCK_M", ("Q", "dO")), "attention_backward_values": ("BLOCK_M", ("Q", "dO"))}
@@ -44,7 +46,8 @@ def attempts(kernel, options: Mapping[str, Any]) -> Iterator[dict[str, int | str
                 yield found
                 if tile == inner:
                     yield found | sparing
-
+                    if HOIST in kernel.arg_names:
+                        yield found | {HOIST: False}
 
 
 def fitted(kernel, args: Sequence, more: Mapping[str, int | str]) -> Sequence:

@@ -102,6 +102,10 @@ def wrapped(head: str, items: Sequence[str], tail: str, indent: int = 0) -> list
     return [*out, current.rstrip()]
 
 
+HOIST = "HOIST"
+"""May the compiler work out in front of a loop what stays the same in it? It holds that in registers throughout: a kernel that spills is built without (`spilling`)."""
+
+
 class Kernel:
     """One `@triton.jit` function and its launch. Arguments that the body does not name are left out.
 
@@ -122,6 +126,7 @@ class Kernel:
     @property
     def source(self) -> str:
         parameters = [*self._used(self._arguments), *(f"{c}: tl.constexpr" for c in self._constexprs)]
+        parameters += [f"{HOIST}: tl.constexpr = True"] if f"not {HOIST}" in self.body.text else []
         told = [f"    {name} = {name} // {number} * {number}" for name, number in self._used(self.multiples).items()]
         told = ["    # Multiples, of which the compiler can copy so many elements at once", *told] if told else []
         return "\n".join(["@triton.jit", *wrapped(f"def {self.name}(", parameters, "):"), f'    """{self.doc}"""', *told, self.body.text])

@@ -83,6 +83,14 @@ LOST = -2e38
 """Beside those, what is added hides up to here; sums above, of -1e30 say, are scores like any other. Base 2 takes them further down, to -inf from -2.4e38 on."""
 
 
+FINITE = {torch.float16: -65519.9, torch.bfloat16: -3.3961e38, torch.float32: -3.40282356e38, torch.float64: torch.finfo(torch.float64).min}
+"""The least sums that a dtype's rounding leaves finite."""
+
+
+def _overflows(value: float, dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(value, dtype=torch.float64).to(dtype).isinf())
+
+
 def additive(hiding: list[Expr], dtype: torch.dtype, fills: list[Fill], safe: bool, at: Value) -> tuple[Expr, EmptyRow, Expr, list[Expr]]:
     """(visible, empty row, mean over, conditions under which alone gradients flow there) where terms of the score may be additive masks.
 
@@ -107,4 +115,6 @@ def additive(hiding: list[Expr], dtype: torch.dtype, fills: list[Fill], safe: bo
         return call("and", shown, above(total, -math.inf)), EmptyRow.ZERO, TRUE, []
     for f in finite:
         total = call("add", total, call("where", f.visible, Const(0.0), Const(f.value)))
+    if finite and _overflows(torch.finfo(dtype).min + sum(f.value for f in finite), dtype):  # what hides by both is -inf, and has no share in the mean
+        over = conjunction([*(f.visible for f in fills if math.isinf(f.value)), simplified("ge", total, Const(FINITE[dtype]))])
     return call("and", shown, above(total, hiding_sum(dtype))), EmptyRow.MEAN_ADD, over, []

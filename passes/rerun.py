@@ -39,6 +39,7 @@ class Rerun:
         self.vg, self.double, self.rounded, self.sample, self.moved, self.timed = vg, double, rounded, sample, moved, timed
         self.device = torch.device("cpu") if double else device
         self.overflows: list[Value] = []
+        self.vanishes: list[Value] = []
         self.given = set(data)
         self.values: dict[Value, Any] = {}
         self.nodes: dict[fx.Node, Any] = {}
@@ -91,6 +92,8 @@ class Rerun:
                     self.values[x] = self._call(x)
                 if self.double and x.dtype.is_floating_point and self._overflows(x):
                     self.overflows.append(x)
+                if self.double and x.name.startswith("div.") and self._vanishes(x):
+                    self.vanishes.append(x)
                 todo.pop()
         return self.values[v]
 
@@ -98,6 +101,11 @@ class Rerun:
         """Is it infinite where its inputs are not? Sums are -inf by design, where two masks of finfo.min meet; products are not."""
         infinite = torch.isinf if x.name.partition(".")[0] in _PRODUCTS else torch.isposinf
         of = lambda v: v.dtype.is_floating_point and bool(infinite(self.values[v]).any())
+        return of(x) and not any(of(y) for y in x.inputs)
+
+    def _vanishes(self, x: Value) -> bool:
+        """Is a quotient not a number somewhere, where what is divided and the divisor are?"""
+        of = lambda v: bool(self.values[v].isnan().any())
         return of(x) and not any(of(y) for y in x.inputs)
 
     def _call(self, x: Value) -> torch.Tensor:

@@ -238,3 +238,21 @@ def test_an_added_tensor_that_hides_and_scores_that_are_replaced(constant):
     region, = compare(lambda q, k, v, a, b: (q @ k.mT * 0.5 + a).masked_fill(~b, LOWEST).softmax(-1) @ v,
                       rand(2, 3, m, 4, seed=1), rand(2, 3, n, 4, seed=2), rand(2, 3, n, 4, seed=3), added, seen)
     assert region.fused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("constant", [0.0, LOWEST])
+def test_masks_that_are_added_overflow_where_both_hide(dtype, constant):
+    """Beside a tensor that may be a mask too: of rows without a visible key those have a mean over the keys that one of them hides, or are not a number."""
+    m, n, least = 6, 7, torch.finfo(dtype).min
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.rand(m, n, generator=g) < 0.6 for _ in range(2))
+    a[0], b[0] = False, False                                        # every key by both
+    a[1], b[1] = torch.arange(n) < 3, torch.arange(n) >= 3           # each by one
+    a[2], b[2] = torch.arange(n) < 2, False                          # some by both
+    third = torch.randn(m, n, generator=g).to(dtype)
+    third[3, ::2] = max(constant, least)
+    hidden = lambda s, seen: s + torch.zeros_like(s).masked_fill(~seen, least)
+    region, = compare(lambda q, k, v, third: hidden(hidden(q @ k.mT + third, a), b).softmax(-1) @ v,
+                      *(rand(2, 3, rows, 4, seed=seed).to(dtype) for rows, seed in ((m, 1), (n, 2), (n, 3))), third)
+    assert region.fused

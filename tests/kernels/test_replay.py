@@ -131,6 +131,7 @@ class _Spilling:
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"maxnreg": 255}, {"maxnreg": 255}, 2),
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"num_warps": 8}, {"maxnreg": 255, "num_warps": 8}, 4),
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 4}, {"ptx_options": SPARING}, {"maxnreg": 255, "ptx_options": SPARING}, 3),
+    ("attention_forward HOIST", {"BLOCK_N": 64, "num_warps": 4}, {"HOIST": False}, {"maxnreg": 255, "HOIST": False}, 4),
     ("attention_forward", {"BLOCK_N": 64, "num_warps": 8}, {"BLOCK_N": 16}, {"maxnreg": 255, "BLOCK_N": 16}, 5),
     ("attention_forward", {"BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 8}, {"maxnreg": 255, "num_warps": 8}, 7),  # spills least
     ("attention_forward", {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}, {"num_stages": 1}, {"maxnreg": 255, "num_stages": 1}, 5),
