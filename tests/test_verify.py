@@ -50,6 +50,15 @@ def test_a_tensor_without_dims_is_drawn_too():
     assert found and not found.wrong and not found.unchecked
 
 
+def test_a_sum_of_exponentials_that_vanish_says_nothing():
+    """Without a shift, weights of scores far below 0 are 0 / 0."""
+    def attention(q, k, v):
+        e = (-(q @ k.mT).abs()).exp()
+        return e / e.sum(-1, keepdim=True) @ v
+    found = flashfx.verify(attention, *operands()[:3])
+    assert found and not found.wrong and not found.unchecked and len(found) == 1
+
+
 def test_inference_compares_outputs():
     with torch.no_grad():
         found = flashfx.verify(two, *operands())
