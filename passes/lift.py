@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashfx.expr import QK, TRUE, Const, Expr, Load, Var, call, cast, conjunction, substitute
+from flashfx.expr import QK, TRUE, Call, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
 from flashfx.spec import AttentionSpec, EmptyRow
 
 from .additive import additive, could_hide, terms
 from .find import DROPOUTS, REORDERED, Site, carries, has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
-from .masks import Fill, contract, normal_condition, normal_score, peel, unpeeled
+from .masks import COMPARISONS, Fill, contract, normal_condition, normal_score, peel, unpeeled
 from .operands import Operand, captured, trace_back
 from .pull import Puller, gradient_ends
 from .rows import every_row_sees
@@ -235,6 +235,16 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]) ->
 
 # ---------------------------------------------------------------------------------------------------- common part
 
+def _compared_with_its_own(score: Expr, puller: Puller) -> bool:
+    """Is a score compared with what was made of the scores, their largest, say? Computed anew, it differs from itself by rounding."""
+    product = puller.product.value
+    if product is None:
+        return False
+    twins = lambda v: v is product or v.name == product.name and v.inputs == product.inputs
+    return any(isinstance(x, Call) and x.op in COMPARISONS and QK in x.leaves and any(map(twins, upstream(puller.loads[load.name])))
+               for x in walk(score) for load in (x.loads if isinstance(x, Call) else ()))
+
+
 def _finish(site, vg, frame, puller, reached, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=(), cleaned=False) -> Lifted:
     product, grad = puller.product, site.out.grad
     if product is None and puller.splits:
@@ -257,7 +267,7 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
     reached.append(f"the scores are computed element by element from the first product qk: {_shortened(score, frame, puller)}")
     masked = peel(score, puller.dtypes)
     score = masked.score
-    if any(QK in f.visible.leaves for f in masked.fills):
+    if any(QK in f.visible.leaves for f in masked.fills) or _compared_with_its_own(score, puller):
         why = Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
         raise why if product.value is None else _OtherProduct(product.value, why)
     fills = [*([Fill(visible, -math.inf, False)] if visible not in (None, TRUE) else []), *masked.fills]

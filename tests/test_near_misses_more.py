@@ -23,6 +23,20 @@ def row(reason, args=qkv, stage="lift", sites=1):
     return add
 
 
+# ------------------------------------------------------------------------- scores compared with their own
+
+@row(DEPENDS)
+def top_k_by_a_constant_that_does_not_hide(q, k, v):
+    s = scores(q, k)
+    return s.masked_fill(s < s.topk(2, -1).values[..., -1:], -1e4).softmax(-1) @ v
+
+
+@row(DEPENDS)
+def largest_score_doubled(q, k, v):
+    s = scores(q, k)
+    return torch.where(s == s.amax(-1, keepdim=True), s * 2.0, s).softmax(-1) @ v
+
+
 # ------------------------------------------------------------------------------------------- weights
 
 @row(CHANGED.format("mul"))
