@@ -19,8 +19,8 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import calls, candidates, cost
 from .blocks import pays
-from .captured import grouped
 from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
+from .captured import grouped
 from .gpu import EXACT, GPU, units
 from .packing import packed_axes
 from .limits import has_relative, shared_bytes

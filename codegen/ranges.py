@@ -16,6 +16,7 @@ import functools
 from dataclasses import dataclass
 
 from ..expr import BOOL, FLOAT, INT, Call, Const, Expr, Var, call, is_const, substitute
+from ..ops import COMPARISONS
 
 Sum = tuple[dict[Expr, int], int]
 """Integer multiples of atoms, and a constant."""
@@ -265,7 +266,7 @@ class _Solver:
         if e.op == "where":
             c, a, b = e.args
             return self.solve(call("or", call("and", c, a), call("and", call("not", c), b)))
-        if e.op in ("lt", "le", "gt", "ge", "eq", "ne") and all(a.kind == INT for a in e.args):
+        if e.op in COMPARISONS and all(a.kind == INT for a in e.args):
             a, b = e.args
             match e.op:
                 case "le": return self.at_most(a, b)

@@ -20,8 +20,8 @@ from ..region import Problem
 from ..spec import AttentionSpec
 from . import calls
 from . import plan as planning
-from .captured import grouped
 from .candidates import ask, ranked, representative
+from .captured import grouped
 from .gpu import GPU
 from .load import cache_dir, load
 from .packing import packed_axes
@@ -93,8 +93,10 @@ def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, giv
         kernel = "forward" if direction == "forward" else "keys"
         with overridden(schedule="hopper"):  # the plan that the model prefers may read none by TMA
             plan = make_plan(spec, problem, gpu, direction, **given)
-        ways = [{"turns": plan.turns}, {"turns": not plan.turns}] if kernel == "keys" and grouped(spec) and not plan.ordered else [{}]
-        found += [{"schedule": "hopper", **way, kernel: t} for n, way in enumerate(ways) for t in few("hopper", kernel, tiled=plan.tiled)[: FEW - 2 * n]]
+        own = [{"schedule": "hopper", kernel: t} for t in few("hopper", kernel, tiled=plan.tiled)]
+        if kernel == "keys" and grouped(spec) and not plan.ordered:  # the best tiles the other way round too
+            own = [*({**offer, "turns": plan.turns} for offer in own), *({**offer, "turns": not plan.turns} for offer in own[:1])]
+        found += own
     kernels = ("forward",) if direction == "forward" else ("keys", "rows")
     packed = not given["listed"] and bool(packed_axes(spec, problem))
     described = planning.has_descriptors(spec, problem, gpu) and given.get("descriptors") is not False
@@ -118,9 +120,9 @@ def _measured(spec, problem, gpu, device, direction, say, given) -> dict:
             for kernel, seconds in seconds_of.items():
                 taken = tuple((k, v) for k, v in offer.items() if k in OPTIONS), kernel, offer.get(kernel)
                 times[taken] = min(seconds, times.get(taken, float("inf")))
-            say(f"flashfx autotune: {direction} of {spec.line} at M={problem.M}, N={problem.N}, {n + 1} of {len(offers)}: {plan.schedule} "
-                + ", heads in turn" * offer.get("turns", False)
-                + "".join(f", {k} {'x'.join(map(str, t))} {duration(seconds_of[k])}" for k, t in offer.items() if k not in OPTIONS))
+            told = [f"{k} {'x'.join(map(str, t))} {duration(seconds_of[k])}" for k, t in offer.items() if k not in OPTIONS]
+            told += ["heads in turn"] * offer.get("turns", False)
+            say(f"flashfx autotune: {direction} of {spec.line} at M={problem.M}, N={problem.N}, {n + 1} of {len(offers)}: {plan.schedule} {', '.join(told)}")
     return fastest(times)
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Callable, Iterable, Iterator
 
 from .errors import SpecError
-from .ops import OPS, Op
+from .ops import COMPARISONS, OPS, Op
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 
@@ -221,7 +221,7 @@ def _fold(e: Call) -> Expr | None:
         return a.args[0]
     if op in ("ne", "eq") and is_const(b, 0) and isinstance(a, Call) and a.op in ("to_int", "to_float") and a.args[0].kind == BOOL:
         return a.args[0] if op == "ne" else call("not", a.args[0])
-    if op in ("eq", "le", "ge", "lt", "gt", "ne") and a == b and a.kind != FLOAT:
+    if op in COMPARISONS and a == b and a.kind != FLOAT:
         return Const(op in ("eq", "le", "ge"))
     return None
 

@@ -134,3 +134,4 @@ _ROWS = (
 
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 BY_ATEN: dict[str, Op] = {name: row for row in _ROWS for name in row.aten}
+COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import torch
 
 from flashfx.expr import QK, TRUE, Call, Const, Expr, Load, Var, call, cast, conjunction, substitute, walk
+from flashfx.ops import COMPARISONS
 from flashfx.spec import AttentionSpec, EmptyRow
 
 from .additive import additive, could_hide, terms
 from .find import DROPOUTS, REORDERED, Site, carries, has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broadcast, head_size, number, quotient, same, size
-from .masks import COMPARISONS, Fill, contract, normal_condition, normal_score, peel, unpeeled
+from .masks import Fill, contract, normal_condition, normal_score, peel, unpeeled
 from .operands import Operand, captured, trace_back
 from .pull import Puller, gradient_ends
 from .rows import every_row_sees

@@ -253,7 +253,6 @@ def _order(e: Expr):
 
 
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
-COMPARISONS = frozenset(_FLIPPED)
 
 
 def _comparison(e: Expr, puller: Puller) -> Expr:

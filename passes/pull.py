@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from flashfx.expr import BOOL, FALSE, FLOAT, INT, QK, TRUE, Call, Const, Expr, Load, Var, call, cast, conjunction, const, substitute
-from flashfx.ops import BY_ATEN, OPS
+from flashfx.ops import BY_ATEN, COMPARISONS, OPS
 
 from .constants import closed_form, dim
 from .find import has_product_above
@@ -297,7 +297,7 @@ class Puller:
         result = kind_of(dtype)
         if op in ("and", "or", "xor", "not"):
             return simplified(op, *(cast_simplified(a, BOOL) for a in args))
-        if op in ("lt", "le", "gt", "ge", "eq", "ne"):
+        if op in COMPARISONS:
             kind = FLOAT if any(a.kind == FLOAT for a in args) else INT
             return simplified(op, *(cast(a, kind) for a in args))
         if result == BOOL and op in ("mul", "add", "minimum", "maximum"):

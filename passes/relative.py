@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flashfx.expr import Const, Expr, call
+from flashfx.ops import COMPARISONS
 from flashfx.spec import DIFFERENCE
 
 from .index import Affine, Index, NotAffine, Size, SplitAxis, broadcast, same, size
@@ -29,7 +30,6 @@ _FILLS = {"full_like.default": lambda v: v.args[1], "full.default": lambda v: v.
           **dict.fromkeys(("zeros.default", "zeros_like.default", "new_zeros.default"), lambda v: 0),
           **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda v: 1)}
 _INTEGERS = {torch.int32, torch.int64}
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _BY_ELEMENT = ("_to_copy.default", "floor_divide.default")
 """Pointwise ops that PyTorch does not tag as such."""
 
@@ -161,7 +161,7 @@ class _Lines:
     def _compared(self, v: Value, x: Index) -> Value | None:
         """before -> after: j > i -> j - i > 0, of integers"""
         name, kinds = v.name.partition(".")[0], {a.dtype for a in v.inputs}
-        if name not in _COMPARISONS or not kinds <= _INTEGERS or self.p.has_product(v):
+        if name not in COMPARISONS or not kinds <= _INTEGERS or self.p.has_product(v):
             return None
         a, b = (self.p.affine(self.p.operand(side, x)) for side in v.args)
         line = None if a is None or b is None else self._line(a + b * -1, torch.int64, v.fake.device)

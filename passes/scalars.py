@@ -6,6 +6,7 @@ import math
 import torch
 
 from flashfx.expr import BOOL, FALSE, FLOAT, INT, TRUE, Call, Const, Expr, Load, call, walk
+from flashfx.ops import COMPARISONS
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -114,8 +115,7 @@ def cast_simplified(e: Expr, kind: str) -> Expr:
     return e if e.kind == kind else simplified(f"to_{kind}", e)
 
 
-_EXACT = {"add", "sub", "neg", "abs", "minimum", "maximum", "where", "floor", "ceil", "to_float", "to_int", "to_bool", "lt", "le", "gt", "ge", "eq", "ne",
-          "and", "or", "xor", "not"}
+_EXACT = {"add", "sub", "neg", "abs", "minimum", "maximum", "where", "floor", "ceil", "to_float", "to_int", "to_bool", "and", "or", "xor", "not", *COMPARISONS}
 
 
 def is_exact(e: Expr) -> bool:

@@ -79,7 +79,7 @@ def starts_long(site: Site) -> bool:
 
 def goes_together(site: Site) -> bool:
     """Is any order of tiles right, and does it matter? Tiles that most rows see start first (`order.long_first`), those of batch indices that share
-    captured tiles beside each other."""
+    captured tiles beside each other. Which tiles most rows see is known of listed ones where their heads take turns."""
     return not site.ordered and (site.turns or not site.listed) and (starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
 
 

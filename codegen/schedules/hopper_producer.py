@@ -53,7 +53,7 @@ def rows_from_rings(site: Site, program: Program) -> None:
 
 @contextmanager
 def each_row(site: Site, out: Writer, others):
-    """Of the warp that copies: the loop over tiles of rows that see a tile of keys, of each batch index that shares it."""
+    """Of the warp that copies: the loop over tiles of rows that see a tile of keys, of the batch indices that share it: in turn, or one after the other."""
     turns = takes_turns(site)
     if others:
         out.assign("g", "0")

@@ -39,6 +39,10 @@ class Apart:
         return self
 
     def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, if there is one."""
         if self.pool is not None:
             self.pool.shutdown()
             self.pool = None
@@ -51,5 +55,5 @@ class Apart:
         except BrokenProcessPool:
             row, lost = failed_row(name, peer, shape, "it ended the process that measured it"), True
         if lost:
-            self.__exit__()
+            self.close()
         return row
