@@ -82,13 +82,14 @@ def ask(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tiles with what they need. unfit: why they cannot be had, or "". seconds: of the kernel, predicted; infinite where unfit. parts: as `Plan.parts`. busy: seconds
+    """Tiles with what they need. unfit: why they cannot be had, or "". seldom: as the function. seconds: of the kernel, predicted; infinite where unfit. parts: as `Plan.parts`. busy: seconds
     without memory, which decide where memory binds tiles alike."""
 
     tiles: Tiles
     shared: int
     registers: float
     unfit: str = ""
+    seldom: bool = False
     seconds: float = float("inf")
     parts: int = 1
     busy: float = float("inf")
@@ -124,6 +125,18 @@ def generated(asked: Asked) -> list[Tiles]:
     return [(second, first, *rest) for first, second, *rest in found if not (listed and second > FINE)] if kernel == "keys" else found
 
 
+def seldom(asked: Asked, tiles: Tiles) -> bool:
+    """Were such tiles never more than 1 % faster than all others at a point of the recorded sweep (tests/data/h200_tiles.json)? They are for what has no place for others."""
+    m, n, warps, _ = tiles
+    if asked.schedule == "hopper":
+        return n == 32
+    if asked.units != "wgmma" or asked.kernel == "dense":
+        return False
+    if asked.kernel == "keys":
+        return m == n == 128 or warps == 8 and not m == n == 64
+    return n != 64 if m == 128 else warps == 8
+
+
 def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu: GPU) -> list[Tiles]:
     """Tiles with their stages, halved along the longer side until they fit in shared memory."""
     m, n, warps, most = tiles
@@ -139,7 +152,7 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
 
 @functools.lru_cache(maxsize=4096)
 def ranked(asked: Asked) -> tuple[Candidate, ...]:
-    """Every candidate, fastest first by the cost model; those that do not fit last. The same on every machine."""
+    """Every candidate, fastest first by the cost model; then those of `seldom`; those that do not fit last. The same on every machine."""
     found = [_weighed(asked, tiles, *_registers(asked, tiles)) for tiles in generated(asked)]
     if asked.schedule == "triton" and all(c.unfit for c in found):
         fewest = _fewest(asked, ((c.registers, c.tiles) for c in found))
@@ -150,8 +163,15 @@ def ranked(asked: Asked) -> tuple[Candidate, ...]:
 @functools.lru_cache(maxsize=4096)
 def chosen(asked: Asked) -> tuple[Candidate, bool]:
     """(the first of `ranked`, could there be others that fit?): tiles that take longer than the best so far whatever else they need are not looked at."""
-    best, fit, groups = None, False, bounded(asked)
-    compared = len(groups) > 1
+    groups = bounded(asked)
+    best, compared = _chosen(asked, groups)
+    if best is None and (all_groups := bounded(asked, True)) is not groups:
+        best, compared = _chosen(asked, all_groups)
+    return (best, compared) if best else (ranked(asked)[0], False)
+
+
+def _chosen(asked: Asked, groups: list[Group]) -> tuple[Candidate | None, bool]:
+    best, fit, compared = None, False, len(groups) > 1
     for group in groups:
         if group.spills or best is not None and group.seconds > best.seconds:  # so do all that follow
             break
@@ -163,7 +183,7 @@ def chosen(asked: Asked) -> tuple[Candidate, bool]:
             if not slower:
                 found = _priced(asked, tiles, shared, group.registers)
                 best = min(best or found, found, key=_order)
-    return (best, compared) if best else (ranked(asked)[0], False)
+    return best, compared
 
 
 def _fewest(asked: Asked, needed: Iterable[tuple[float, Tiles]]) -> tuple[float, Tiles] | None:
@@ -173,7 +193,8 @@ def _fewest(asked: Asked, needed: Iterable[tuple[float, Tiles]]) -> tuple[float,
 
 def fits(asked: Asked) -> bool:
     """Do any tiles fit?"""
-    return any(not group.spills and not _exceeds(asked, tiles, _shared(asked, tiles)) for group in bounded(asked) for tiles in reversed(group.tiles))
+    fitting = lambda groups: any(not g.spills and not _exceeds(asked, tiles, _shared(asked, tiles)) for g in groups for tiles in reversed(g.tiles))
+    return fitting(bounded(asked)) or fitting(bounded(asked, True))
 
 
 class Group(NamedTuple):
@@ -186,13 +207,17 @@ class Group(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def bounded(asked: Asked) -> list[Group]:
-    """Tiles for which there are registers, the least seconds first; where there are for none, those that run all the same, or all."""
+def bounded(asked: Asked, every: bool = False) -> list[Group]:
+    """Tiles for which there are registers, the least seconds first; where there are for none, those that run all the same, or all. every: those of `seldom` too,
+    which are there otherwise only if there are registers for no others."""
     groups: dict[tuple[int, int, int], list[Tiles]] = {}
     for tiles in generated(asked):
-        groups.setdefault(tiles[:3], []).append(tiles)
+        if every or not seldom(asked, tiles):
+            groups.setdefault(tiles[:3], []).append(tiles)
     needed = {key: _registers(asked, tiles[0]) for key, tiles in groups.items()}
     spills = all(registers > limit for registers, limit in needed.values())
+    if spills and not every:
+        return bounded(asked, True)
     if spills and asked.schedule == "triton" and (fewest := _fewest(asked, ((needed[key][0], x) for key, tiles in groups.items() for x in tiles))):
         registers, tiles = fewest
         return [Group(_least(asked, tiles, registers), registers, False, [tiles])]
@@ -207,7 +232,7 @@ def _least(asked: Asked, tiles: Tiles, registers: float) -> float:
 
 
 def _order(c: Candidate) -> tuple:
-    return bool(c.unfit), c.seconds, c.busy, c.tiles
+    return bool(c.unfit), c.seldom, c.seconds, c.busy, c.tiles
 
 
 def _registers(asked: Asked, tiles: Tiles) -> tuple[float, float]:
@@ -241,12 +266,12 @@ def _weighed(asked: Asked, tiles: Tiles, registers: float, limit: float) -> Cand
         unfit = f"{shared / 1024:.0f} KiB of shared memory, a block has {asked.gpu.shared_per_block / 1024:.0f}"
     elif registers > limit:
         unfit = f"about {registers:.0f} registers, {limit:.0f} can be had"
-    return Candidate(tiles, shared, registers, unfit) if unfit else _priced(asked, tiles, shared, registers)
+    return Candidate(tiles, shared, registers, unfit, seldom(asked, tiles)) if unfit else _priced(asked, tiles, shared, registers)
 
 
 def _priced(asked: Asked, tiles: Tiles, shared: int, registers: float) -> Candidate:
     programs = 1 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], shared, registers)
-    return Candidate(tiles, shared, registers, "", *predicted(asked, tiles, programs, registers))
+    return Candidate(tiles, shared, registers, "", seldom(asked, tiles), *predicted(asked, tiles, programs, registers))
 
 
 def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tuple[float, int, float]:
