@@ -112,10 +112,11 @@ class Kernel:
     arguments  name in the kernel -> expression in the host function, in the order of the signature
     options    name of the host's dict of tile sizes and launch options; `constexprs` are those that the kernel sees
     multiples  arguments that are known to be multiples of a number, which the compiler then knows too
+    hoists     the value of `HOIST` unless it spills
     """
 
     def __init__(self, name: str, doc: str, arguments: Mapping[str, str], constexprs: Sequence[str], options: str, multiples: Mapping[str, int] | None = None):
-        self.name, self.doc, self.options, self.multiples = name, doc, options, multiples or {}
+        self.name, self.doc, self.options, self.multiples, self.hoists = name, doc, options, multiples or {}, True
         self._arguments, self._constexprs = dict(arguments), constexprs
         self.body = Writer(1)
 
@@ -126,7 +127,7 @@ class Kernel:
     @property
     def source(self) -> str:
         parameters = [*self._used(self._arguments), *(f"{c}: tl.constexpr" for c in self._constexprs)]
-        parameters += [f"{HOIST}: tl.constexpr = True"] if f"not {HOIST}" in self.body.text else []
+        parameters += [f"{HOIST}: tl.constexpr = {self.hoists}"] if f"not {HOIST}" in self.body.text else []
         told = [f"    {name} = {name} // {number} * {number}" for name, number in self._used(self.multiples).items()]
         told = ["    # Multiples, of which the compiler can copy so many elements at once", *told] if told else []
         return "\n".join(["@triton.jit", *wrapped(f"def {self.name}(", parameters, "):"), f'    """{self.doc}"""', *told, self.body.text])
