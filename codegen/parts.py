@@ -79,6 +79,7 @@ class Site:
     listed: bool = False         # the mask's run-time summary says which tiles to visit
     needs: tuple[bool, ...] = ()
     warpgroups: int = 0          # of the Hopper forward schedule; 0: the portable one
+    columns: int = 0             # keys of a tile of that schedule
     q_tiles: int = 1             # query tiles of that schedule in shared memory
     programs: int = 0            # of that schedule: one for each multiprocessor
     one_pass: bool = False       # the Hopper backward schedule

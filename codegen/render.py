@@ -47,7 +47,7 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
     """needs: which of (q, k, v, *aux) get gradients; all that are floats unless given."""
     return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
                 problem.N % WHOLE == 0, plan.descriptors, plan.listed, tuple(all_needs(spec) if needs is None else needs),
-                plan.BLOCK_M // 64 if plan.schedule == "hopper" else 0,
+                *((plan.BLOCK_M // 64, plan.BLOCK_N) if plan.schedule == "hopper" else (0, 0)),
                 hopper_memory.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
                 *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored, backward.turns) if backward is not None
                   else (False, False, plan.tiled)), packed=plan.packed, aligned=plan.aligned, stages=backward.num_stages if backward is not None else 2, parts=parts_expression(plan))

@@ -14,7 +14,7 @@ from ..program import Program
 from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_locate import is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
+from .hopper_locate import descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
 from .hopper_softmax import across_threads, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
@@ -131,7 +131,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
             read_by_tma(site, out, "Q", f"i0 + {n * ROWS}" if n else "i0", ROWS, "q_full.index(q_slot)", "q_tile", into, expect=False)
         with out.block("for t in tl.range(0, count):"):
-            out.assign("j0", tile_start(site, "j", "t"))
+            out.assign("j0", tile_start(site, "j", "(count - 1 - t)" if descends(site) else "t"))
             out.assign("slot", "tile % STAGES")
             out.assign("phase", "tile // STAGES & 1")
             beside = read_keys(site, program, out)
@@ -248,14 +248,17 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.assign(f"q{c.suffix}", tile_view("q_tile", c, "own", ROWS))
         begins, ends = own and site.by_rows.lo != Const(0), own and site.by_rows.hi != Var("N")  # else they are those of the tile
         first, last = ("first" if begins else "0"), ("last" if ends else "count")
-        if begins:
-            _pass(site, out, "0", first)
+        down = descends(site)
+        if begins or ends and down:
+            _pass(site, out, *((last, "count") if down else ("0", first)))
         out.assign("slot", "tile % STAGES")
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
         _await_turn(site, out)
         _issue_scores(site, out, "slot")
         _pass_turn(site, out)
-        if not site.listed:
+        if down:
+            out.assign("j0", tile_start(site, "j", f"({last} - 1)"), "the last tile, the only one that is cut")
+        elif not site.listed:
             out.assign("j0", "late(start, turn)" if ended(site) and (spec.dropout or not site.whole) else tile_start(site, "j", first) if begins else "start")
         _enter(site, program, out, partial)
         out.assign("qk", "warpgroup_mma_wait(0, [next_qk])")
@@ -269,7 +272,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.assign(f"acc{c.suffix}", f"gl.zeros([{ROWS}, {c.width}], gl.float32, values{c.suffix})")
         with out.block(f"for t in tl.range({f'{first} + 1' if begins else '1'}, {last}):"):
             if not site.listed:
-                out.assign("j0", tile_start(site, "j", "t"))
+                out.assign("j0", tile_start(site, "j", f"({last} - 1 - t)" if down else "t"))
             out.assign("previous", "tile % STAGES")
             out.assign("previous_phase", "tile // STAGES & 1")
             out.assign("tile", "tile + 1")
@@ -280,10 +283,11 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
             _issue_values(site, out, "previous")
             _pass_turn(site, out)
-            _enter(site, program, out, partial)
+            in_loop = "" if down else partial
+            _enter(site, program, out, in_loop)
             out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
             _leave_keys(site, out)
-            softmax(site, program, out, partial, first=False)
+            softmax(site, program, out, in_loop, first=False)
             _wait_values(site, out)
             out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
             rescale(site, out)
@@ -294,7 +298,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         _wait_values(site, out)
         out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
         out.assign("tile", "tile + 1")
-        if ends:
+        if ends and not down:
             _pass(site, out, last, "count")
         if _reads_again(site):
             read_told("z", *map(local, spec.axes), "i0")
