@@ -19,22 +19,22 @@ from flashfx.region import Problem
 
 COUNTED = {name: read(Path(__file__).parent / "data" / f"{name.lower()}_bytes.json") for name in ("H200", "H100")}
 """Read with Nsight Compute: `python -m flashfx bench bytes`. On an H200 nine kernels: what was counted of the tenth, whose heads take turns now, was one after
-the other (526 MB)."""
+the other (526 MB); and causal forwards, whose programs began with the first keys then."""
 H200 = BY_NAME["H200"]
 PROGRAMS = 132
 
 
 @pytest.mark.parametrize("card, row", [pytest.param(card, row, id=f"{card} {row}") for card, rows in COUNTED.items() for row in rows])
 def test_within_15_percent_of_the_counters(card, row):
-    """An H200: 9 % at worst. An H100, whose memory is slower, so that programs drift farther apart: 6 %, one causal forward 15 %."""
+    """An H200: 9 % at worst. An H100: 11 %, a causal forward; the others 4 %."""
     once, alone, predicted = row.predicted(BY_NAME[card])
-    assert (0.87 if card == "H200" else 0.85) < predicted / row.counted < 1.15 and predicted < alone
+    assert 0.87 < predicted / row.counted < 1.15 and predicted < alone
 
 
 def test_the_table_has_a_verdict():
     lines = table(COUNTED["H200"], H200)
     assert len(lines) == 9 + 2 and lines[-1] == "9 of 9 within 15% of the counters; the worst is causal d=128 N=8192 forward: 0.91"
-    assert table(COUNTED["H100"], BY_NAME["H100"])[-1] == "9 of 10 within 15% of the counters; the worst is causal d=128 N=8192 forward: 0.85"
+    assert table(COUNTED["H100"], BY_NAME["H100"])[-1] == "10 of 10 within 15% of the counters; the worst is causal d=128 N=8192 forward: 0.89"
 
 
 class Cache:

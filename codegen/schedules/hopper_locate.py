@@ -9,7 +9,7 @@ from ..captured import ends
 from ..gluon import Partition
 from ..parts import Site, chunks, count, decode
 from ..program import Program, local
-from ..ranges import bounds, linear
+from ..ranges import Bounds, bounds, linear
 from .forward import heavy_last
 from .hopper import ROWS, is_crowded, is_laden, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
@@ -116,9 +116,11 @@ def told_at(site: Site, returns: list[str], name: str) -> str:
 
 
 def narrows(site: Site) -> bool:
-    """Does a warpgroup of three go past tiles of keys that only the others' rows see? Under a causal mask of 192 rows two tiles of 128 keys or three are cut
-    by it, one for each warpgroup. H200, head size 64, causal, forward: N = 1024 7 % faster, 4096 6 %, 16384 3 %."""
-    return site.warpgroups == 3 and not site.listed and not is_by_host(site) and not site.by_rows.is_total
+    """Does a warpgroup go past tiles of keys that only the others' rows see? Under a causal mask of 192 rows two tiles of 128 keys or three are cut
+    by it, one for each warpgroup. H200, head size 64, causal, forward: N = 1024 7 % faster, 4096 6 %, 16384 3 %. Likewise of 128 rows two tiles of 64 keys: H100,
+    192, N = 512, 1024, 4096 2, 2, 1 %, 128 under a soft cap 6, 5, 3; beside positions in a table that ends registers are short."""
+    apart = site.warpgroups == 3 or site.warpgroups == 2 and site.columns == ROWS and not any(map(ends, site.spec.score.loads))
+    return apart and not site.listed and not is_by_host(site) and not site.by_rows.is_total
 
 
 def descends(site: Site) -> bool:
@@ -129,17 +131,20 @@ def descends(site: Site) -> bool:
     96, 9 at 32, 2 to 4 where a score adds the key's position, and at 64 up to 12 % beside a bias.
     """
     found, head = site.by_rows, max(site.D, site.Dv)
-    if site.listed or not found.starts_full or site.warpgroups == 2 and (head <= 96 or Var("j") in site.raw.leaves):
+    if site.listed or site.warpgroups == 2 and (head <= 96 or Var("j") in site.raw.leaves):
         return False
-    if found.is_total:
-        return not site.hides_beyond
-    rows = ROWS if narrows(site) else ROWS * site.warpgroups
-    return BLOCK % site.columns == 0 and site.columns % rows == 0 and substitute(found.hi, {Var("i1"): Var("i0")}) == found.full_hi and _ends_with_rows(found.hi)
+    return not site.hides_beyond if found.is_total else cuts_last(found, ROWS if narrows(site) else ROWS * site.warpgroups, site.columns)
+
+
+def cuts_last(found: Bounds, rows: int, columns: int) -> bool:
+    """Of tiles of `columns` keys that some of `rows` rows see, the first of them a multiple of `rows`, do all rows see all but the last in full, and something of that?"""
+    alike = substitute(found.hi, {Var("i1"): Var("i0")}) == found.full_hi
+    return found.starts_full and alike and columns % rows == 0 and BLOCK % columns == 0 and _ends_with_rows(found.hi)
 
 
 def _ends_with_rows(hi: Expr) -> bool:
     """Do rows of a tile see keys up to their own, or up to what is the same for all of them? Then the keys that some of a tile's rows see and some do not are
-    as many as those rows, and begin at a multiple of as many."""
+    as many as those rows at most, behind a multiple of as many."""
     if isinstance(hi, Call) and hi.op in ("minimum", "maximum"):
         return all(map(_ends_with_rows, hi.args))
     terms, constant = linear(hi)

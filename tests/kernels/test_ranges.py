@@ -7,6 +7,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings, strategies as st
 
 from flashfx.codegen.ranges import bounds, never_empty
+from flashfx.codegen.schedules.hopper_locate import cuts_last
 from flashfx.codegen.tiles import classify, cut
 from flashfx.expr import BOOL, INT, Const, Expr, Load, Var, call, parse
 from flashfx.reference import evaluate
@@ -45,6 +46,37 @@ def environment(m: int, n: int, seed: int):
 def brute(visible: Expr, m: int, n: int, sizes, tensors, b: int) -> torch.Tensor:
     env = sizes | {"b": b, "i": torch.arange(m)[:, None], "j": torch.arange(n)[None, :]}
     return evaluate(visible, env, tensors, None, torch.float64).expand(m, n)
+
+
+ends = st.one_of(st.sampled_from([ON, call("ge", I, J), call("lt", J, LENGTH), call("lt", J, S), call("le", J, I)]),
+                 st.integers(-140, 140).map(lambda c: call("le", J, call("add", I, c))))
+up_to_rows = st.recursive(ends, lambda inner: st.builds(lambda op, a, b: call(op, a, b), st.sampled_from(["and", "or"]), inner, inner), max_leaves=4)
+
+
+@settings(max_examples=400, deadline=None)
+@given(up_to_rows, st.integers(1, 400), st.integers(1, 400), st.integers(0, 2 ** 16), st.sampled_from([(64, 64), (64, 128), (128, 128)]))
+def test_the_last_tile_alone_is_cut(visible, m, n, seed, tile):
+    """As a Hopper forward that goes from the last keys to the first takes for granted."""
+    (rows, columns), found = tile, bounds(visible, "j")
+    if not cuts_last(found, rows, columns):
+        return
+    sizes, tensors = environment(m, n, seed)
+    for b in range(2):
+        truth = brute(visible, m, n, sizes, tensors, b)
+        for start in range(0, m, rows):
+            group = truth[start: start + rows]
+            env = sizes | {"b": b, "i0": start, "i1": min(start + rows, m) - 1}
+            last = max(0, int(evaluate(found.hi, env, tensors, None, torch.float64)) - 1) // columns * columns
+            assert group[:, :last].all() and not group[:, last + columns:].any()
+            assert group[:, last:].any(1).all() or last == 0
+
+
+def test_where_the_last_tile_alone_is_cut():
+    cut = lambda text, rows=64, columns=128: cuts_last(bounds(parse(text, {}), "j"), rows, columns)
+    assert cut("j <= i") and cut("j <= i", 128) and cut("j <= i", 64, 64)
+    assert not cut("j <= i", 128, 64) and not cut("j <= i", 192)  # rows of one tile end in several
+    assert cut("j <= i + 128") and not cut("j <= i + 100") and not cut("j < i")
+    assert not cut("(j <= i) & (i - j < 64)") and not cut("j <= i + N - M") and not cut("j >= i")
 
 
 @settings(max_examples=600, deadline=None)
