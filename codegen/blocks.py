@@ -7,9 +7,10 @@ backward share one summary. With R = ceil(M / BLOCK), F = ceil(M / FINE) and C =
 
     rows  int32 (*extents, R, 2 + C): of each row of blocks of BLOCK rows and keys [number partly visible, number fully visible, the
           partly visible ones, the fully visible ones, the hidden ones], each of the three ascending
-    keys  int32 (*extents, C, 2 + F): the same of each column of blocks of FINE rows and BLOCK keys, as kernels over keys step
+    keys  int32 (*extents, C, 2 + F): the same of each column of blocks of FINE rows and BLOCK keys, as kernels over keys step; where rows that
+          see no key average v, blocks with such rows count as partly visible: gradients of all keys pass through them
 
-Memory is O(blocks). The lists are a hint: kernels give the same results without them.
+Memory is O(blocks). Kernels give the same results without the lists.
 """
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from ..compat import interpreting
 from ..reference import evaluate, index_grid
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
-from .schedules.blocks import EMPTY, FULL, PARTIAL
+from .schedules.blocks import EMPTY, FULL, PARTIAL, averages
 from .tiles import TileCounts, cut, tile_bounds
 
 Lists = tuple[torch.Tensor, torch.Tensor]
@@ -98,7 +99,7 @@ def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequenc
         from .triton_host import run_block_lists
         return run_block_lists(mask, aux, sizes, like)
     kinds = evaluated(mask, aux, sizes, like.device)
-    return _listed(joined(kinds)), _listed(kinds.mT)
+    return _listed(joined(kinds)), _listed(over_keys(kinds, mask, aux, sizes, like.device).mT)
 
 
 def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Lists:
@@ -149,6 +150,14 @@ def evaluated(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[
             pieces.append(some.long() + every.long())
         strips.append(torch.cat(pieces, -1))
     return torch.stack(strips, -2)
+
+
+def over_keys(kinds: torch.Tensor, mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Those of `evaluated` as `keys` has them: where empty rows average v, their blocks are partly visible to all keys."""
+    if not averages(mask):
+        return kinds
+    strips = [_visible(mask, aux, sizes, device, slice(i, i + FINE), slice(None)).any(-1) for i in range(0, sizes[len(mask.axes)], FINE)]
+    return kinds.masked_fill(torch.stack([~seen.all(-1) for seen in strips], -1)[..., None], PARTIAL)
 
 
 def _visible(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device, rows: slice, cols: slice) -> torch.Tensor:

@@ -6,6 +6,7 @@ from ..spec import AttentionSpec
 from . import captured
 from .parts import Site, count, extent
 from .program import local
+from .schedules.blocks import averages
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
@@ -81,11 +82,17 @@ def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
         out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
         out.line("R, C, halves = triton.cdiv(M, BLOCKS['BLOCK']), triton.cdiv(N, BLOCKS['BLOCK']), triton.cdiv(M, BLOCKS['FINE'])")
         axes = [extent(a) for a in mask.axes]
+        if averages(mask):
+            out.line(f"seen = torch.zeros({_shape([*axes, 'halves * BLOCKS[' + repr('FINE') + ']'])}, dtype=torch.int32, device=device)", "1 for each row that sees a key")
+            out.line("seen[..., M:] = 1")
         for name, shape in (("kinds", ["halves", "C"]), ("rows", ["R", "2 + C"]), ("keys", ["C", "2 + halves"])):
             out.line(f"{name} = torch.empty({_shape([*axes, *shape])}, dtype=torch.int32, device=device)",
                      "what the mask leaves of each block: 0 nothing, 1 some, 2 all of it" if name == "kinds" else "")
         kernel.call(f"({count(mask.axes)} * R * C,)", out)
         out.line(f"attention_lists[({count(mask.axes)} * R,)](kinds, rows, halves * C, 2 * C, 1, R, C, halves, C, **LISTS)")
+        if averages(mask):
+            out.line("empty = seen.unflatten(-1, (halves, -1)).amin(-1, keepdim=True) == 0")
+            out.line("kinds.masked_fill_(empty, 1)", "rows that see no key average v: gradients of all keys pass through them")
         out.line(f"attention_lists[({count(mask.axes)} * C,)](kinds, keys, halves * C, 1, C, C, halves, 0, 0, **LISTS)")
         out.line("return rows, keys")
     return out.text
@@ -135,7 +142,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         if not site.loads:
             with out.block("if grad_lse is not None:"):
                 out.line("delta[..., :M] -= grad_lse", "d lse / d score = p: what reaches lse adds p * grad_lse to ds")
-        if site.averages:
+        if site.averages and not site.listed:
             shared = [n for n, a in enumerate(spec.axes) if a in site.other_axes(site.axes_of("k", "v"))] if site.one_pass else []
             over = f"{tuple(shared) + (-1,)}" if shared else "-1"
             out.line(f"averaging = (lse >= MEAN_ROW).any({over}).to(torch.int32)", "batch indices with rows that average v")

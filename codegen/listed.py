@@ -27,6 +27,7 @@ class ListedLoops:
     block: str
     size: str
     axes: tuple[str, ...]     # of the mask
+    trims: bool = True        # do partial blocks lie in the closed form's range? Those of rows that average v need not
 
     full = partial = True
     partial_first = False
@@ -51,13 +52,14 @@ class ListedLoops:
         out.assign("partial_blocks", "tl.load(blocks)")
         out.assign("full_blocks", "tl.load(blocks + 1)")
         text = lambda e: f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
-        out.assign("last_block", f"tl.load(blocks + 1 + partial_blocks) * {self._wide}")
-        cut = self.found.lo != Const(0)
+        cut = self.trims and self.found.lo != Const(0)
         if cut:
             out.assign("first_block", f"tl.load(blocks + 2) * {self._wide}")
             out.assign("leading", f"tl.minimum(tl.maximum({text(self.found.lo)} - first_block, 0) // {self.block}, {self._split})")
-        beyond = f"tl.maximum(last_block + {self._wide} - {text(self.found.hi)}, 0) // {self.block}"
-        out.assign("trailing", f"partial_blocks * {self._split} - tl.minimum({beyond}, {self._split})")
+        if self.trims:
+            out.assign("last_block", f"tl.load(blocks + 1 + partial_blocks) * {self._wide}")
+        beyond = f"tl.maximum(last_block + {self._wide} - {text(self.found.hi)}, 0) // {self.block}" if self.trims else ""
+        out.assign("trailing", f"partial_blocks * {self._split}" + (f" - tl.minimum({beyond}, {self._split})" if beyond else ""))
         if override:
             out.assign("every", override, "a row that averages v reads every tile")
             out.assign("full_blocks", "tl.where(every, 0, full_blocks)")
@@ -75,12 +77,12 @@ class ListedLoops:
         start = self._start("2")
         if override:  # the list's row has room for every block, so its loads stay inside
             start = f"tl.where(every, t * {self.block}, {start})"
-        return Loop("t", "leading" if self.found.lo != Const(0) else "0", "trailing", lines=(f"{self.index}0 = {start}",))
+        return Loop("t", "leading" if self.trims and self.found.lo != Const(0) else "0", "trailing", lines=(f"{self.index}0 = {start}",))
 
 
 def loops(site: Site, index: str, padded: bool) -> Loops | ListedLoops:
     """The loops over the tiles of `index` in a kernel whose tile lies along the other index."""
     found, block, size = (site.by_rows, "BLOCK_N", "N") if index == "j" else (site.by_keys, "BLOCK_M", "M")
     if site.listed:
-        return ListedLoops(index, found, block, size, site.spec.mask().axes)
+        return ListedLoops(index, found, block, size, site.spec.mask().axes, index == "j" or not site.averages)
     return Loops(index, found, block, size, padded)

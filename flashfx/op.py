@@ -8,7 +8,7 @@
 q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; the leading dims follow the axes of `spec` (the text of an
 `AttentionSpec`), with extent 1 where the operand does not vary. `aux` are the captured tensors, `seed` one int64 when the
 spec has dropout, `sizes` the values of the spec's named sizes. `row_blocks` and `key_blocks` summarise a mask whose range has
-no closed form (`flashfx.codegen.blocks`), on the device of `like`: which tiles to visit. They are a hint, without which the results are the same.
+no closed form (`flashfx.codegen.blocks`), on the device of `like`: which tiles to visit. Without them the results are the same.
 """
 from __future__ import annotations
 

@@ -155,11 +155,13 @@ class AttentionSpec:
         """The mask alone, over the axes and with the captured tensors on which it depends: what `flashfx::block_lists` summarises.
 
         before -> after: axes (b, h), visible pad[b, j] -> axes (b,), visible pad[b, j], score qk
+        `EmptyRow.MEAN` if rows that it leaves empty average v, over whatever keys.
         """
+        average = {"empty_row": EmptyRow.MEAN} if self.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD) else {}
         axes = tuple(a for a in self.axes if a in self.visible.variables)
         read = {load.name for load in self.visible.loads}
         return AttentionSpec(axes, *[frozenset(axes)] * 3, visible=self.visible, aux=tuple(a for a in self.aux if a.name in read),
-                             sizes=tuple(s for s in self.sizes if s in self.visible.variables))
+                             sizes=tuple(s for s in self.sizes if s in self.visible.variables), **average)
 
 
 def _operand(name: str, axes: tuple[str, ...], subset: frozenset[str], row: str) -> str:

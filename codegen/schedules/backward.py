@@ -83,7 +83,7 @@ def _over_rows(site: Site, out: Writer, columns: list[Load], of: str) -> None:
         out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_N], tl.float32)")
     start_ends(site, out, "tl.zeros([BLOCK_N], tl.float32)")
     loops = loops_over(site, "i", padded=True)
-    override = "tl.load(Averaging + z) != 0" if site.averages else ""
+    override = "tl.load(Averaging + z) != 0" if site.averages and not site.listed else ""  # a list has them
     loops.prepare(program, out, override)
 
     def tile(partial: bool) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 
 from ...expr import INT, Call, Expr, Var, conjuncts, substitute
-from ...spec import BLOCK, FINE, AttentionSpec
+from ...spec import BLOCK, FINE, AttentionSpec, EmptyRow
 from ..parts import decode, extent
 from ..program import Program, local, pointer, stride
-from ..ranges import bounds
+from ..ranges import bounds, never_empty
 from ..writer import Kernel, Writer
 
 ROWS = 16
@@ -68,9 +68,15 @@ def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, co
 """The kernel that makes lists of the kinds; it runs along pairs of rows or, with the strides exchanged, along the columns of blocks."""
 
 
+def averages(mask: AttentionSpec) -> bool:
+    """May rows that the mask leaves empty average v?"""
+    return mask.empty_row is EmptyRow.MEAN and not never_empty(mask.visible)
+
+
 def blocks_kernel(mask: AttentionSpec) -> Kernel:
-    """kinds[*axes, row block, key block]: 0 where nothing is visible, 2 where everything is (all keys existing), else 1."""
-    arguments = {"Kinds": "kinds"} | {pointer(a.name): local(a.name) for a in mask.aux}
+    """kinds[*axes, row block, key block]: 0 where nothing is visible, 2 where everything is (all keys existing), else 1. Where empty rows average v, seen[*axes, row]:
+    1 if the row sees some key, else as it was."""
+    arguments = {"Kinds": "kinds", "Seen": "seen"} | {pointer(a.name): local(a.name) for a in mask.aux}
     for a in mask.aux:
         arguments |= {stride(a.name, d): f"{local(a.name)}.stride({d})" for d in range(a.rank)}
     arguments |= {extent(axis): extent(axis) for axis in mask.axes} | {"M": "M", "N": "N"} | {local(s): local(s) for s in mask.sizes}
@@ -87,6 +93,8 @@ def blocks_kernel(mask: AttentionSpec) -> Kernel:
     out.assign("own", "tl.minimum(last - first, FINE)", "rows of the first block")
     out.assign("rest", "last - first - own")
     out.assign("seen", "tl.program_id(0) * 0", f"visible elements of the first block, and of the second times {SHARE}")
+    if averages(mask):
+        out.assign("seen_rows", "Seen + tl.cast(z, tl.int64) * (tl.cdiv(M, FINE) * FINE)", "of each row: does it see a key?")
     scalars = Program(mask, out, inner="i", columns="j")
     edges, decided = _edges(mask, scalars, out)
     pairs = [p for p in map(separable, conjuncts(mask.visible)) if p is not None]
@@ -100,6 +108,9 @@ def blocks_kernel(mask: AttentionSpec) -> Kernel:
                 _evaluate(mask, scalars, out)
             if whole:
                 out.assign("seen", f"tl.where(certain, (own + rest * {SHARE}) * BLOCK, seen)")
+                if averages(mask):
+                    out.assign("every_row", "first + tl.arange(0, BLOCK)")
+                    out.line("tl.store(seen_rows + every_row, 1, mask=(every_row < last) & (certain != 0))")
     out.assign("place", "(z * tl.cdiv(M, FINE) + first // FINE) * columns + tl.program_id(0) % columns")
     for at, seen, rows, there in (("", f"seen % {SHARE}", "own", ""), (" + columns", f"seen // {SHARE}", "rest", ", mask=rest > 0")):
         out.line(f"tl.store(Kinds + place{at}, tl.where({seen} == {rows} * BLOCK, 2, tl.minimum({seen}, 1)){there})",
@@ -124,6 +135,8 @@ def _evaluate(mask: AttentionSpec, scalars: Program, out: Writer) -> None:
         program.enter(out, [mask.visible])
         out.assign("visible", f"{program.tile(mask.visible)} & (i < M)[:, None] & (j < N)[None, :]")
         out.assign("count", f"count + visible.to(tl.int32) * tl.where(row < first + FINE, 1, {SHARE})")
+        if averages(mask):
+            out.line("tl.store(seen_rows + i, 1, mask=tl.max(visible.to(tl.int32), 1) > 0)")
     out.assign("seen", "tl.sum(count)")
 
 

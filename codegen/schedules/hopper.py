@@ -195,9 +195,9 @@ def list_arguments(site: Site, x: str) -> dict[str, str]:
     return {"lists": f"triton.cdiv({own}, {BLOCK})", "list_length": f"triton.cdiv({length}, {wide}) + 2"} if site.listed else {}
 
 
-def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
+def listed_tiles(site: Site, out: Writer, x: str) -> str:
     """`segments` for a mask with a run-time summary (`flashfx.codegen.blocks`): assign the list `blocks`, count and partial_tiles; those
-    cut by the mask come first. override: a condition under which every tile is visited."""
+    cut by the mask come first."""
     own, lists, length, size, block, wide = ("i", "RowBlocks", "M", "N", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "N", "M", "BLOCK_M", FINE)
     axes = site.spec.mask().axes
     row = f"({flatten(axes)}) * lists + {own}0 // {BLOCK}" if axes else f"{own}0 // {BLOCK}"
@@ -206,21 +206,16 @@ def listed_tiles(site: Site, out: Writer, x: str, override: str = "") -> str:
     out.assign("count", f"partial_tiles + tl.load(blocks + 1) * ({wide} // {block})")
     out.assign("partial_tiles", "tl.where(count == 0, 1, partial_tiles)")
     out.assign("count", "tl.maximum(count, 1)", "at least one tile, if a hidden one")
-    if override:
-        # there are no more tiles than rows: but the assembler would work out `size` + `block` - 1 ahead of all partitions, for a register of each thread
-        out.assign("count", f"tl.where({override}, tl.cdiv(tl.maximum({size}, count), {block}), count)", "a row that averages v reads every tile")
-        out.assign("partial_tiles", f"tl.where({override}, count, partial_tiles)")
     return "(t < partial_tiles)"
 
 
-def tile_start(site: Site, x: str, t: str, override: str = "") -> str:
+def tile_start(site: Site, x: str, t: str) -> str:
     """Where tile number t begins."""
     block, wide = ("BLOCK_N", BLOCK) if x == "j" else ("BLOCK_M", FINE)
     if not site.listed:
         return f"start + {t} * {block}"
     split = f"({wide} // {block})"
-    start = f"tl.load(blocks + (2 + {t} // {split})) * {wide} + {t} % {split} * {block}"
-    return f"tl.where({override}, {t} * {block}, {start})" if override else start
+    return f"tl.load(blocks + (2 + {t} // {split})) * {wide} + {t} % {split} * {block}"
 
 
 # -------------------------------------------------------------------------------------------------------------- tiles

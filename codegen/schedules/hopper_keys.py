@@ -122,12 +122,12 @@ def _segments(site: Site, out: Writer) -> str:
 
 def _rows(site: Site, out: Writer) -> str:
     """As `_segments`, or from a list; and count, the number of tiles."""
-    if site.averages:
+    if site.averages and not site.listed:  # a list has them
         out.assign("average", "tl.load(Averaging + y)")
     if site.ordered:
         _predecessor(site, out)
     if site.listed:
-        partial = listed_tiles(site, out, "i", "average != 0" if site.averages else "")
+        partial = listed_tiles(site, out, "i")
     else:
         partial = _segments(site, out)
         stop = "late(stop, nth)" if site.by_keys.is_total and site.tiled and len(site.qk_chunks) > 1 else "stop"

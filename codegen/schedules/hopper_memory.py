@@ -249,7 +249,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
     total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 - late if split else 5 + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
     total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
-    total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (averages(spec) + listed)
+    total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (listed or averages(spec))
     ends = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
     uneven = problem.N % BLOCK > 0
     # a batch index of keys is decoded without the extent of the first axis, one of queries likewise
@@ -266,7 +266,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
         numbers += long_first(batches, -(-problem.N // n), rows * row / 1024)[0] != 1
         numbers += bool(outermost(spec, tiled, mine)) and first not in known and extents[first] != 1
     if listed:
-        numbers += bool(spec.mask().axes) + (averages(spec) or bool(_at(spec, "i")))  # lists of a batch index; their length in place of M
+        numbers += bool(spec.mask().axes) + bool(_at(spec, "i"))  # lists of a batch index; their length in place of M
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
         total += ADDRESS + out if stored else _buffer(3)  # dS

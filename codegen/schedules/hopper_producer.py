@@ -90,7 +90,7 @@ def load_tiles(site: Site, others, halves: int, half: int, call: str) -> Partiti
     with each_tile_ahead(site, out, call, others) as partial:
         program = Program(site.spec, out.section(), inner="i", columns="i", varying=others)
         with each_row(site, out, others):
-            out.assign("i0", tile_start(site, "i", "t", "average != 0" if site.averages else ""))
+            out.assign("i0", tile_start(site, "i", "t"))
             _load_rows(site, program, out, halves, half, partial)
             with out.block("if at == before:", "behind the first rows: those before them still read the keys"):
                 await_place(site, out)

@@ -13,7 +13,7 @@ from flashfx.codegen.gpu import DEFAULT
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import check, inputs
 from flashfx.region import Problem
-from flashfx.spec import AttentionSpec
+from flashfx.spec import AttentionSpec, EmptyRow
 
 from .cases import CORE, KINDS, MORE, Variant, problem, spec
 from .run import lse_gradient, run
@@ -184,18 +184,20 @@ def test_listed_kinds(variant):
             extents = [*(sizes[s.axes.index(a)] for a in mask.axes), M, N]
             rows, keys = blocks.block_lists(mask, read, extents, torch.empty(0, device="cpu"))
             kinds = blocks.evaluated(mask, read, extents, torch.device("cpu"))
-            assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(kinds.mT))
+            through = blocks.over_keys(kinds, mask, read, extents, kinds.device)
+            assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(through.mT))
 
 
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
 def test_listed_families(name):
-    """The generated summary kernel for every family of masks."""
-    s = family(FAMILIES[name])
+    """The generated summary kernel for every family of masks, and where rows that they leave empty average v."""
     given = tensors(257, 300, 1)
-    aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300]
-    rows, keys = blocks.block_lists(s.mask(), aux, sizes, torch.empty(0, device="cpu"))
-    kinds = blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu"))
-    assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(kinds.mT))
+    for mask in (family(FAMILIES[name]).mask(), replace(family(FAMILIES[name]).mask(), empty_row=EmptyRow.MEAN)):
+        aux, sizes = [given[a.name] for a in mask.aux], [*(2 for _ in mask.axes), 257, 300]
+        rows, keys = blocks.block_lists(mask, aux, sizes, torch.empty(0, device="cpu"))
+        kinds = blocks.evaluated(mask, aux, sizes, torch.device("cpu"))
+        through = blocks.over_keys(kinds, mask, aux, sizes, kinds.device)
+        assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(through.mT))
 
 
 SHAPES = {

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from flashfx.codegen import blocks, gpu, launch
 from flashfx.codegen.captured import is_overfull
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import inputs
-from flashfx.spec import AttentionSpec
+from flashfx.spec import AttentionSpec, EmptyRow
 
 from .cases import CORE, IDS, KINDS, MORE, Variant, problem, spec
 from .run import lse_gradient, rising, run
@@ -69,10 +70,12 @@ def test_document_ids(ids):
 def test_families(name):
     """The generated summary kernel for every family of masks."""
     s, given = family(FAMILIES[name]), tensors(257, 600, 1)
-    aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 600]
-    rows, keys = blocks.block_lists(s.mask(), [t.cuda() for t in aux], sizes, torch.empty(0, device="cuda"))
-    kinds = blocks.evaluated(s.mask(), aux, sizes, torch.device("cpu"))
-    assert torch.equal(blocks.kinds_of(rows).cpu(), blocks.joined(kinds)) and torch.equal(blocks.kinds_of(keys).cpu(), kinds.mT)
+    for mask in (s.mask(), replace(s.mask(), empty_row=EmptyRow.MEAN)):
+        aux, sizes = [given[a.name] for a in mask.aux], [*(2 for _ in mask.axes), 257, 600]
+        rows, keys = blocks.block_lists(mask, [t.cuda() for t in aux], sizes, torch.empty(0, device="cuda"))
+        kinds = blocks.evaluated(mask, aux, sizes, torch.device("cpu"))
+        through = blocks.over_keys(kinds, mask, aux, sizes, kinds.device)
+        assert torch.equal(blocks.kinds_of(rows).cpu(), blocks.joined(kinds)) and torch.equal(blocks.kinds_of(keys).cpu(), through.mT)
 
 
 @pytest.mark.parametrize("variant, kind, dtype", [("full", "self", "bfloat16"), ("causal", "gqa", "bfloat16"), ("softcap", "cross", "float16")])
