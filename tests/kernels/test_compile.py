@@ -12,6 +12,7 @@ from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
 from flashfx.compat import interpreting
 from flashfx.region import Problem
+from flashfx.spec import EmptyRow
 
 from .cases import CORE, MORE, problem, spec
 from .test_families import FAMILIES, spec as family, tensors
@@ -329,7 +330,8 @@ def test_operands_that_are_too_wide_are_found(monkeypatch):
 def test_summaries_build_without_spilling(name):
     s, given = family(FAMILIES[name]), tensors(257, 300, 0)
     aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300]
-    assert [report.spilled for report in compile_blocks(s.mask(), aux, sizes, BY_ARCH["sm_90"])] == [0, 0, 0]
+    for mask in (s.mask(), replace(s.mask(), empty_row=EmptyRow.MEAN)):
+        assert [report.spilled for report in compile_blocks(mask, aux, sizes, BY_ARCH["sm_90"])] == [0, 0, 0]
 
 
 @pytest.mark.slow
