@@ -162,7 +162,8 @@ def _outer(emit: Emitter, site: Site, lifted: Lifted, q: fx.Node) -> int:
 
 
 def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:
-    """The mask's block lists (rows, keys), one pair for all sites that read the same mask; Nones if a size is not at hand.
+    """The mask's block lists (rows, keys), one pair for all sites that read the same mask and do alike with rows that it leaves empty; Nones if a size
+    is not at hand.
 
     before -> after: attention(q, k, v, [pad], …) -> lists = flashfx::block_lists(pad, [pad], [B, M, N], mask); attention(q, k, v, [pad], …, *lists)
     """

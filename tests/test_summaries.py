@@ -10,6 +10,7 @@ from flashfx import op  # noqa: F401  registers the ops
 from flashfx.backend import rewrite_graph
 from flashfx.codegen import blocks
 from flashfx.options import Options
+from flashfx.spec import AttentionSpec
 
 from .budget import assert_within
 from .capture import rand
@@ -28,7 +29,7 @@ def attention(q, k, v, bias):
 
 
 def padded(q, k, v, pad):
-    """Three layers of causal attention with one padding mask, the last through SDPA."""
+    """Three layers of causal attention with one padding mask, the last through SDPA, of which rows without a visible key are no averages."""
     i = torch.arange(q.shape[-2])
     visible = (i[None, :] <= i[:, None])[None, None] & pad[:, None, None, :].bool()
     bias = torch.where(visible, 0.0, MIN)
@@ -112,25 +113,28 @@ def test_inference(name, mode):
         check(fn, torch.compile(fn, backend="flashfx"), (*operands(grad=False), mask))
 
 
-@pytest.mark.parametrize("name, summaries, sites", [("padded", 1, 3), ("packed", 1, 1), ("given", 1, 1), ("additive", 1, 1)])
+@pytest.mark.parametrize("name, summaries, sites", [("padded", 2, 3), ("packed", 1, 1), ("given", 1, 1), ("additive", 1, 1)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sites_share_one_summary(name, summaries, sites, dynamic):
+    """Those whose empty rows average v one, and others one."""
     fn, mask = CASES[name]
     gm = rewritten(fn, *operands(), mask, dynamic=dynamic)
     assert len(calls(gm, "block_lists")) == summaries and len(calls(gm, "attention")) == sites
+    shared = {}
     for node in calls(gm, "attention"):
-        lists = [n.args[0] for n in node.args[7:9]]
-        assert lists == [calls(gm, "block_lists")[0]] * 2
+        rows, keys = (n.args[0] for n in node.args[7:9])
+        assert rows is keys is shared.setdefault(AttentionSpec.parse(node.args[6]).mask(), rows)
+    assert [*shared.values()] == calls(gm, "block_lists")
 
 
 def test_the_summary_runs_once_for_forward_and_backward(monkeypatch):
-    """Saved, not made again, even where the partitioner recomputes much."""
+    """Each of the two: saved, not made again, even where the partitioner recomputes much."""
     made = []
     original = blocks.block_lists
     monkeypatch.setattr(blocks, "block_lists", lambda *a: made.append(1) or original(*a))
     q, k, v = operands()
     torch.compile(padded, backend="flashfx")(q, k, v, PAD).sum().backward()
-    assert len(made) == 1
+    assert len(made) == 2
 
 
 def test_a_summary_is_made_again_when_the_mask_was_changed_in_place():
@@ -140,7 +144,7 @@ def test_a_summary_is_made_again_when_the_mask_was_changed_in_place():
         return first + padded(q, k, v, pad)
 
     gm = rewritten(fn, *operands(), PAD.clone())
-    assert len(calls(gm, "block_lists")) == 2
+    assert len(calls(gm, "block_lists")) == 4
     torch._dynamo.reset()
     q, k, v = operands()
     out = torch.compile(fn, backend="flashfx", options={"inner": "aot_eager"})(q, k, v, PAD.clone())
