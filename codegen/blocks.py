@@ -24,7 +24,8 @@ from ..compat import interpreting
 from ..reference import evaluate, index_grid
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
-from .schedules.blocks import EMPTY, FULL, PARTIAL, averages
+from .reads import averages
+from .schedules.blocks import EMPTY, FULL, PARTIAL
 from .tiles import TileCounts, cut, tile_bounds
 
 Lists = tuple[torch.Tensor, torch.Tensor]

@@ -82,8 +82,8 @@ def ask(schedule: str, kernel: str, spec: AttentionSpec, problem: Problem, gpu: 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tiles with what they need. unfit: why they cannot be had, or "". seldom: as the function. seconds: of the kernel, predicted; infinite where unfit. parts: as `Plan.parts`. busy: seconds
-    without memory, which decide where memory binds tiles alike."""
+    """Tiles with what they need. unfit: why they cannot be had, or "". seldom: as the function. seconds: of the kernel, predicted; infinite where unfit.
+    parts: as `Plan.parts`. busy: seconds without memory, which decide where memory binds tiles alike."""
 
     tiles: Tiles
     shared: int
@@ -126,7 +126,8 @@ def generated(asked: Asked) -> list[Tiles]:
 
 
 def seldom(asked: Asked, tiles: Tiles) -> bool:
-    """Were such tiles never more than 1 % faster than all others at a point of the recorded sweep (tests/data/h200_tiles.json)? They are for what has no place for others."""
+    """Were such tiles at no point of the recorded sweep (tests/data/h200_tiles.json) more than 1 % faster than all others? They are for what has no place
+    for others."""
     m, n, warps, _ = tiles
     if asked.schedule == "hopper":
         return n == 32
@@ -171,6 +172,7 @@ def chosen(asked: Asked) -> tuple[Candidate, bool]:
 
 
 def _chosen(asked: Asked, groups: list[Group]) -> tuple[Candidate | None, bool]:
+    """As `chosen`, of such groups; None if none of their tiles fits."""
     best, fit, compared = None, False, len(groups) > 1
     for group in groups:
         if group.spills or best is not None and group.seconds > best.seconds:  # so do all that follow

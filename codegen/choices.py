@@ -34,7 +34,7 @@ def choices(spec: AttentionSpec, problem: Problem, plan: Plan) -> tuple[Choice, 
     rows = [Choice(*plan.tiles, plan.shared, plan.registers, best, "chosen")]
     for c in found:
         if c.tiles != plan.tiles:
-            kind = "never the fastest where measured" if c.seldom else "runner-up"
+            kind = "hardly ever the fastest where measured" if c.seldom else "runner-up"
             verdict = c.unfit or (f"{kind}, {c.seconds / best - 1:+.0%} predicted" if best else kind)
             rows.append(Choice(*c.tiles, c.shared, c.registers, None if c.unfit else c.seconds, verdict))
     return tuple(rows)

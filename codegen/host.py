@@ -6,7 +6,7 @@ from ..spec import AttentionSpec
 from . import captured
 from .parts import Site, count, extent
 from .program import local
-from .schedules.blocks import averages
+from .reads import averages
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
@@ -83,7 +83,8 @@ def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
         out.line("R, C, halves = triton.cdiv(M, BLOCKS['BLOCK']), triton.cdiv(N, BLOCKS['BLOCK']), triton.cdiv(M, BLOCKS['FINE'])")
         axes = [extent(a) for a in mask.axes]
         if averages(mask):
-            out.line(f"seen = torch.zeros({_shape([*axes, 'halves * BLOCKS[' + repr('FINE') + ']'])}, dtype=torch.int32, device=device)", "1 for each row that sees a key")
+            padded = _shape([*axes, "halves * BLOCKS['FINE']"])
+            out.line(f"seen = torch.zeros({padded}, dtype=torch.int32, device=device)", "1 for each row that sees a key")
             out.line("seen[..., M:] = 1")
         for name, shape in (("kinds", ["halves", "C"]), ("rows", ["R", "2 + C"]), ("keys", ["C", "2 + halves"])):
             out.line(f"{name} = torch.empty({_shape([*axes, *shape])}, dtype=torch.int32, device=device)",

@@ -152,7 +152,7 @@ def _behind_loops(kernel: str, tiles: tuple[int, int, int, int], problem: Proble
     m, n, warps, stages = tiles
     widest, width = max(c.width for c in chunks(problem.Dv)), WIDTHS[problem.v_dtype]
     stored = m * widest * width * (kernel != "keys")
-    if kernel != "forward" or not averages(spec, problem):
+    if kernel != "forward" or not averages(spec, problem.M <= problem.N):
         return stored
     older = not hopper or m < 64
     weights = 2 * m * n * (older and 2 * m <= warps * widest)

@@ -41,6 +41,10 @@ class ListedLoops:
     def _split(self) -> str:
         return f"({self._wide} // {self.block})"
 
+    @property
+    def _trims_start(self) -> bool:
+        return self.trims and self.found.lo != Const(0)
+
     def prepare(self, program: Program, out: Writer, override: str = "") -> None:
         """Assign the tile's list, its lengths and the cut ends. override: a condition under which every tile must be visited, none as full."""
         at = flatten(self.axes)
@@ -52,18 +56,18 @@ class ListedLoops:
         out.assign("partial_blocks", "tl.load(blocks)")
         out.assign("full_blocks", "tl.load(blocks + 1)")
         text = lambda e: f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
-        cut = self.trims and self.found.lo != Const(0)
-        if cut:
+        if self._trims_start:
             out.assign("first_block", f"tl.load(blocks + 2) * {self._wide}")
             out.assign("leading", f"tl.minimum(tl.maximum({text(self.found.lo)} - first_block, 0) // {self.block}, {self._split})")
+        trailing = f"partial_blocks * {self._split}"
         if self.trims:
             out.assign("last_block", f"tl.load(blocks + 1 + partial_blocks) * {self._wide}")
-        beyond = f"tl.maximum(last_block + {self._wide} - {text(self.found.hi)}, 0) // {self.block}" if self.trims else ""
-        out.assign("trailing", f"partial_blocks * {self._split}" + (f" - tl.minimum({beyond}, {self._split})" if beyond else ""))
+            trailing += f" - tl.minimum(tl.maximum(last_block + {self._wide} - {text(self.found.hi)}, 0) // {self.block}, {self._split})"
+        out.assign("trailing", trailing)
         if override:
             out.assign("every", override, "a row that averages v reads every tile")
             out.assign("full_blocks", "tl.where(every, 0, full_blocks)")
-            if cut:
+            if self._trims_start:
                 out.assign("leading", "tl.where(every, 0, leading)")
             out.assign("trailing", f"tl.where(every, tl.cdiv({self.size}, {self.block}), trailing)")
 
@@ -77,7 +81,7 @@ class ListedLoops:
         start = self._start("2")
         if override:  # the list's row has room for every block, so its loads stay inside
             start = f"tl.where(every, t * {self.block}, {start})"
-        return Loop("t", "leading" if self.trims and self.found.lo != Const(0) else "0", "trailing", lines=(f"{self.index}0 = {start}",))
+        return Loop("t", "leading" if self._trims_start else "0", "trailing", lines=(f"{self.index}0 = {start}",))
 
 
 def loops(site: Site, index: str, padded: bool) -> Loops | ListedLoops:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Iterable, Sequence
 
 from ..expr import BOOL, Call, Expr, Load, conjuncts
-from ..spec import AttentionSpec, EmptyRow
+from ..spec import AttentionSpec
 from . import captured
 from .factors import by_vectors, gathered, peel
 from .program import local, pointer, stride
@@ -128,7 +128,7 @@ class Site:
 
     @property
     def averages(self) -> bool:
-        return self.can_be_empty and self.spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
+        return self.can_be_empty and self.spec.empty_row.averages
 
     @cached_property
     def score(self) -> Expr:

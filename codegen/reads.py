@@ -6,7 +6,7 @@ from typing import Iterable
 
 from ..expr import QK, Expr, Load, Var
 from ..region import Problem
-from ..spec import BLOCK, AttentionSpec, EmptyRow
+from ..spec import BLOCK, AttentionSpec
 from .ranges import never_empty
 
 
@@ -40,9 +40,9 @@ def is_exchanged(load: Load, kernel: str, problem: Problem) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def averages(spec: AttentionSpec, problem: Problem) -> bool:
-    """Do rows that see no key average v?"""
-    return spec.is_masked and spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD) and not never_empty(spec.visible, problem.M <= problem.N)
+def averages(spec: AttentionSpec, wide: bool = False) -> bool:
+    """May there be rows that see no key and average v? wide: M <= N is known."""
+    return spec.is_masked and spec.empty_row.averages and not never_empty(spec.visible, wide)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -51,7 +51,7 @@ def told(kernel: str, spec: AttentionSpec, problem: Problem, cut: bool, one: boo
     products (loadOpToIndLevel in its AssignLatencies.cpp), and a stage reads places ahead; else none does. It visits operands in order, and sees
     nothing behind loads that are not copied ahead, such as those of a vector of booleans. cut: is the mask evaluated? one: has a thread one element
     of a vector?"""
-    keys, mean = kernel == "keys", averages(spec, problem)
+    keys, mean = kernel == "keys", averages(spec, problem.M <= problem.N)
     if kernel != "rows" and spec.dropout or cut and not keys and problem.N % BLOCK:
         return False  # random bits are made of the place itself, as is j < N
     if cut and keys and mean:

@@ -104,7 +104,7 @@ class _Site:
 
     @property
     def averages(self) -> bool:
-        return self.spec.is_masked and self.spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
+        return self.spec.is_masked and self.spec.empty_row.averages
 
 
 def forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, tiles: tuple[int, int] | None = None, blocks=None, outer: int = 1):

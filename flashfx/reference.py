@@ -67,7 +67,7 @@ def reference(spec: AttentionSpec, q, k, v, aux=(), sizes=(), keep: torch.Tensor
     empty = ~visible.any(-1, keepdim=True)
     if spec.empty_row is EmptyRow.ZERO:
         p = p.masked_fill(empty, 0.0)
-    elif spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD):
+    elif spec.empty_row.averages:
         over = evaluate(spec.empty_over, env, tensors, None, dtype).expand(s.shape)
         flat = s * 0.0 if spec.empty_row is EmptyRow.MEAN_ADD else torch.zeros_like(s)
         if spec.empty_row is EmptyRow.MEAN_ADD:  # the value of s is lost in the huge constant, its gradient is not

@@ -50,6 +50,11 @@ class EmptyRow(enum.Enum):
     MEAN = "mean"
     MEAN_ADD = "mean, additive"
 
+    @property
+    def averages(self) -> bool:
+        """Does such a row average v?"""
+        return self in (EmptyRow.MEAN, EmptyRow.MEAN_ADD)
+
 
 @dataclass(frozen=True)
 class Aux:
@@ -157,7 +162,7 @@ class AttentionSpec:
         before -> after: axes (b, h), visible pad[b, j] -> axes (b,), visible pad[b, j], score qk
         `EmptyRow.MEAN` if rows that it leaves empty average v, over whatever keys.
         """
-        average = {"empty_row": EmptyRow.MEAN} if self.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD) else {}
+        average = {"empty_row": EmptyRow.MEAN} if self.empty_row.averages else {}
         axes = tuple(a for a in self.axes if a in self.visible.variables)
         read = {load.name for load in self.visible.loads}
         return AttentionSpec(axes, *[frozenset(axes)] * 3, visible=self.visible, aux=tuple(a for a in self.aux if a.name in read),

@@ -28,7 +28,7 @@ def keys_kernel(site: Site, of: str = "KV") -> Kernel:
     name, what = {"KV": ("keys", "keys and values"), "K": ("keys", "keys"), "V": ("values", "values")}[of]
     kernel = Kernel(f"attention_backward_{name}", f"One program: gradients of the {what} j0 <= j < j0 + BLOCK_N{shared}.",
                     arguments(site, results), ("BLOCK_M", "BLOCK_N"), "KEYS", multiples(site))
-    kernel.hoists = max(site.D, site.Dv) <= 128  # wider, on an H100: 5 % less time at 192 without, even under a mask and at 256; Triton 3.7 spilled 12 bytes
+    kernel.hoists = max(site.D, site.Dv) <= 128  # wider, without, on an H100: 5 % less time at 192, as much under a mask and at 256; with it Triton 3.7 spilled 12 bytes
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("y", "tl.program_id(0) // tiles")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 
 from ...expr import INT, Call, Expr, Var, conjuncts, substitute
-from ...spec import BLOCK, FINE, AttentionSpec, EmptyRow
+from ...spec import BLOCK, FINE, AttentionSpec
 from ..parts import decode, extent
 from ..program import Program, local, pointer, stride
-from ..ranges import bounds, never_empty
+from ..ranges import bounds
+from ..reads import averages
 from ..writer import Kernel, Writer
 
 ROWS = 16
@@ -66,11 +67,6 @@ def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, co
         next_full += tl.sum(is_full, 0)
         next_empty += tl.sum(is_empty, 0)'''
 """The kernel that makes lists of the kinds; it runs along pairs of rows or, with the strides exchanged, along the columns of blocks."""
-
-
-def averages(mask: AttentionSpec) -> bool:
-    """May rows that the mask leaves empty average v?"""
-    return mask.empty_row is EmptyRow.MEAN and not never_empty(mask.visible)
 
 
 def blocks_kernel(mask: AttentionSpec) -> Kernel:

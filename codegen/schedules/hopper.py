@@ -198,7 +198,7 @@ def list_arguments(site: Site, x: str) -> dict[str, str]:
 def listed_tiles(site: Site, out: Writer, x: str) -> str:
     """`segments` for a mask with a run-time summary (`flashfx.codegen.blocks`): assign the list `blocks`, count and partial_tiles; those
     cut by the mask come first."""
-    own, lists, length, size, block, wide = ("i", "RowBlocks", "M", "N", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "N", "M", "BLOCK_M", FINE)
+    own, lists, block, wide = ("i", "RowBlocks", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "BLOCK_M", FINE)
     axes = site.spec.mask().axes
     row = f"({flatten(axes)}) * lists + {own}0 // {BLOCK}" if axes else f"{own}0 // {BLOCK}"
     out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * list_length", "numbers of blocks cut by the mask and fully visible, then the blocks")

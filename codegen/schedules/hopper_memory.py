@@ -12,13 +12,14 @@ from typing import Sequence
 
 from ...expr import INT, QK, Const, Load, Var
 from ...region import Problem
-from ...spec import BLOCK, AttentionSpec, EmptyRow
+from ...spec import BLOCK, AttentionSpec
 from ..captured import ends
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..order import long_first
 from ..parts import Site, chunks
-from ..ranges import bounds, never_empty
+from ..ranges import bounds
+from ..reads import averages
 from .hopper import is_laden
 from .hopper_captured import outermost, shares
 from .hopper_locate import by_host, tells, visits_together
@@ -138,12 +139,6 @@ def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], liste
 def is_counted(spec: AttentionSpec) -> bool:
     """Is what partitions are handed known? Not of sizes that the spec names."""
     return not spec.sizes and bool(spec.axes)
-
-
-@functools.lru_cache(maxsize=1024)
-def averages(spec: AttentionSpec) -> bool:
-    """May rows average v? As `parts.Site` has it, but for masks under which no row is empty only while M <= N."""
-    return spec.empty_row in (EmptyRow.MEAN, EmptyRow.MEAN_ADD) and spec.is_masked and not never_empty(spec.visible)
 
 
 def _element(load: Load) -> int:
