@@ -14,7 +14,7 @@ from .load import load
 from .parts import Site
 from .philox import KEEP_TILE, NATIVE_SWAP, SWAP
 from .plan import Plan, all_needs, make_plan
-from .schedules import combine, hopper_memory
+from .schedules import combine, hopper_around, hopper_memory
 from .program import helpers
 from .schedules.blocks import LISTS, ROWS, blocks_kernel
 from .writer import WIDTH, Writer
@@ -127,7 +127,7 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     if site.parts:
         out.line(f"COMBINE = {{'TOGETHER': {combine.TOGETHER}, 'num_warps': 4}}")
     if site.warpgroups and site.averages:
-        out.line("EMPTY_ROWS = {'BLOCK_M': 64, 'BLOCK_N': 32, 'num_warps': 4, 'num_stages': 1}")
+        out.line(f"EMPTY_ROWS = {hopper_around.options(site.spec)!r}")
     if backward is not None:
         out.line(f"DELTA = {{'BLOCK_M': {64 if site.Dv <= 128 else 32}, 'num_warps': 4}}")
         out.line(f"KEYS = {backward.options!r}", "dK and dV")

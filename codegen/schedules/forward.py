@@ -131,11 +131,11 @@ def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
     out.assign("p", f"tl.exp2(raw * {c2!r} - (anchor * {c2!r})[:, None])", f"exp((raw - m) * {site.factor!r}) as a power of two: one FMA")
     out.assign("alpha", f"tl.exp2((m - anchor) * {c2!r})")
     out.assign("l", "l * alpha + tl.sum(p, 1)")
-    _add_values(site, out, check, "alpha")
+    add_values(site, out, check, "alpha")
     out.assign("m", "m_new")
 
 
-def _add_values(site: Site, out: Writer, check: str, alpha: str) -> None:
+def add_values(site: Site, out: Writer, check: str, alpha: str) -> None:
     if site.spec.dropout:
         out.assign("keep", f"keep_tile(seed, z, i0, j0, {threshold(site.spec.dropout)}, {is_narrow(site.spec.dropout)}, BLOCK_M, BLOCK_N)")
         out.assign("p", "tl.where(keep, p, 0.0)", "the sum l is of the weights before dropout")
@@ -162,7 +162,7 @@ def _average(site: Site, program: Program, out: Writer) -> None:
             conditions = ["empty[:, None]", *beyond, *([over] if over != "True" else [])]
             out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(conditions)}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
             out.assign("l", "l + tl.sum(p, 1)")
-            _add_values(site, out, "" if site.whole else "(j < N)[:, None]", "")
+            add_values(site, out, "" if site.whole else "(j < N)[:, None]", "")
 
 
 def _leave(site: Site, out: Writer) -> None:

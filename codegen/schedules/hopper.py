@@ -231,11 +231,6 @@ def is_laden(spec: AttentionSpec, head: int) -> bool:
     return not compares(spec) or head > 192 and bool(spec.score.loads)
 
 
-def is_simple(spec: AttentionSpec) -> bool:
-    """Is the score q . k times a constant, without dropout, under a mask of comparisons?"""
-    return peel(spec.score)[0] == QK and takes_three(spec)
-
-
 @functools.lru_cache(maxsize=1024)
 def takes_three(spec: AttentionSpec) -> bool:
     """Have three warpgroups of a forward registers enough? They do without dropout, under a mask of comparisons, where the score is q . k or a function
@@ -247,14 +242,6 @@ def _in_place(e: Expr) -> bool:
     """Is it q . k, or a function of it and of constants that names it once?"""
     rest = [a for a in e.args if not isinstance(a, Const)] if isinstance(e, Call) else []
     return e == QK or len(rest) == 1 and _in_place(rest[0])
-
-
-@functools.lru_cache(maxsize=1024)
-def is_heavy(spec: AttentionSpec, head: int) -> bool:
-    """Does a score of backward need registers of its own: functions, addresses of loads across rows, dropout's random bits, a mask that loads by row?
-    Addresses into a table that ends are for few tiles; heads up to 64 leave room for them."""
-    by_row = any(load.variables & {"i", "j"} == {"i"} for load in spec.visible.loads)
-    return bool(_functions(spec)) or _gathers(spec, head) or by_row or spec.dropout > 0
 
 
 def _functions(spec: AttentionSpec) -> set[str]:

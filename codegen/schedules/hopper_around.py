@@ -1,12 +1,22 @@
 """Behind the Hopper forward: rows that average v are repaired."""
 from __future__ import annotations
 
-from ..parts import Site, arguments, base, decode, head_index, matrix, pieces
+from ...spec import AttentionSpec
+from ..parts import Site, arguments, base, decode, head_index, load_tile, matrix, pieces
 from ..philox import kept_scale
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
-from ..writer import Kernel
-from .forward import _add_values
+from ..writer import Kernel, Writer
+from .forward import add_values
+
+
+def is_shared(spec: AttentionSpec) -> bool:
+    """Do all rows of a head that see no key average the same values?"""
+    return not spec.dropout and "i" not in spec.empty_over.variables
+
+
+def options(spec: AttentionSpec) -> dict[str, int]:
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4} if is_shared(spec) else {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
 
 
 def empty_rows_kernel(site: Site) -> Kernel:
@@ -32,18 +42,7 @@ def empty_rows_kernel(site: Site) -> Kernel:
         if spec.dropout:
             out.assign("seed", "tl.load(Seed)")
         matrix(site, out, "V")
-        program = Program(spec, out.section(), inner="j")
-        out.assign("l", "tl.zeros([BLOCK_M], tl.float32)")
-        for c in site.v_chunks:
-            out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)")
-        with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
-            out.assign("j", "j0 + cols")
-            program.enter(out, [spec.empty_over])
-            over = program.tile(spec.empty_over)
-            conditions = ["empty[:, None]", "(j < N)[None, :]", *([over] if over != "True" else [])]
-            out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(conditions)}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
-            out.assign("l", "l + tl.sum(p, 1)")
-            _add_values(site, out, "(j < N)[:, None]", "")
+        (_one_sum if is_shared(spec) else _sums)(site, Program(spec, out.section(), inner="j"), out)
         out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * M + i, l * {MEAN_ROW!r}, mask=empty)", "marks the row and holds the number of keys averaged")
         out.assign("scale", f"{kept_scale(spec.dropout)!r} / l")
         out.assign("out_tile", f"{base(site, 'Out')} + tl.cast(i0, tl.int64) * stride_o_m")
@@ -52,3 +51,39 @@ def empty_rows_kernel(site: Site) -> Kernel:
             offsets = f"rows[:, None] * stride_o_m + {index}[None, :] * stride_o_d"
             out.line(f"tl.store(out_tile + {offsets}, (acc{c.suffix} * scale[:, None]).to(Out.dtype.element_ty), mask={mask})")
     return kernel
+
+
+def _sums(site: Site, program: Program, out: Writer) -> None:
+    """Number l and sum acc of the values that each row averages, as a product with weights of 1."""
+    out.assign("l", "tl.zeros([BLOCK_M], tl.float32)")
+    for c in site.v_chunks:
+        out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)")
+    with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
+        conditions = " & ".join(["empty[:, None]", *_averaged(site, program, out)])
+        out.assign("p", f"tl.broadcast_to(tl.where({conditions}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
+        out.assign("l", "l + tl.sum(p, 1)")
+        add_values(site, out, "(j < N)[:, None]", "")
+
+
+def _one_sum(site: Site, program: Program, out: Writer) -> None:
+    """The same where it is one for all rows."""
+    out.assign("l", "tl.zeros([1], tl.float32)")
+    for c in site.v_chunks:
+        out.assign(f"sums{c.suffix}", f"tl.zeros([BLOCK_N, {c.width}], tl.float32)")
+    with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
+        out.assign("p", f"tl.broadcast_to(tl.where({' & '.join(_averaged(site, program, out))}, 1.0, 0.0), 1, BLOCK_N)")
+        out.assign("l", "l + tl.sum(p, 1)")
+        load_tile(site, out, "V", "v", "(j < N)[:, None]", looped=True)
+        for c in site.v_chunks:
+            out.assign(f"sums{c.suffix}", f"sums{c.suffix} + tl.trans(p) * v{c.suffix}.to(tl.float32)")
+    for c in site.v_chunks:
+        out.assign(f"acc{c.suffix}", f"tl.sum(sums{c.suffix}, 0)[None, :]")
+
+
+def _averaged(site: Site, program: Program, out: Writer) -> list[str]:
+    """What must hold of an element of a tile of keys that rows average."""
+    spec = site.spec
+    out.assign("j", "j0 + cols")
+    program.enter(out, [spec.empty_over])
+    over = program.tile(spec.empty_over)
+    return ["(j < N)[None, :]", *([over] if over != "True" else [])]

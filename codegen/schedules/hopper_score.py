@@ -1,6 +1,8 @@
 """Of the Hopper backward: the weights of a tile from its products, and the gradient of its scores."""
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from ...expr import QK, Call, Const, Expr, Load, walk
 from ...spec import EmptyRow
 from ..captured import ends
@@ -164,7 +166,7 @@ def degree(e: Expr, x: Expr) -> int:
     return sum(below) if op == "mul" else max(below) if op in ("add", "sub", "neg") else 99
 
 
-def score_gradient(site: Site, body: Body, out: Writer) -> None:
+def score_gradient(site: Site, body: Body, out: Writer, partial: str) -> None:
     """ds, the gradient of the products qk over the factors that are left out, from dP."""
     spec = site.spec
     out.assign("delta", from_ring("delta_ring"))
@@ -185,8 +187,10 @@ def score_gradient(site: Site, body: Body, out: Writer) -> None:
         if rest != Const(1.0):
             out.assign("ds", body.times(rest, "ds", weight="slope"))
     if site.averages and spec.empty_row is EmptyRow.MEAN:
-        out.assign("mean", from_ring("mean_ring"))
-        body.replaced(out)
+        rare = bool(partial) and partial != "True"  # tiles with such rows count as cut by the mask
+        with body.program.branch(), out.block(f"if {partial}:") if rare else nullcontext():
+            out.assign("mean", from_ring("mean_ring"))
+            body.replaced(out)
     if sees_ends_late(site):
         beyond_ends(site, body.program.here(out), out)
     add_ends(site, out, "ds")

@@ -171,7 +171,8 @@ def test_rest_of_empty_lists(hidden, head):
     run(s, p, operands=operands, listed=True).within_budget()
 
 
-@pytest.mark.parametrize("head, kind, empty", [(64, "self", "mean"), (64, "gqa", "mean, additive"), (128, "self", "mean, additive over j <= i"), (128, "gqa", "mean")])
+@pytest.mark.parametrize("head, kind, empty", [(64, "self", "mean"), (64, "gqa", "mean, additive"), (128, "self", "mean, additive over j <= i"), (128, "gqa", "mean"),
+                                               (80, "gqa", "mean over j < 200")])
 def test_rest_of_listed_empty_rows(head, kind, empty):
     """Rows that average v, in blocks of their own and beside others: gradients of all keys pass through them."""
     s, p = spec(replace(EVERY["mean_left_padding"], empty=empty), kind), problem(kind, head, "bfloat16", M=330, batch=2)
