@@ -11,13 +11,14 @@ from ..gluon import Partition, WarpSpecialized
 from ..parts import Chunk, Site, count, extent, local, matrix, pieces
 from ..philox import kept_scale
 from ..program import Program
+from ..reads import across
 from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_locate import descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
 from .hopper_softmax import across_threads, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
+from .hopper import ROWS, await_turn, barriers, block_shape, in_turn, list_arguments, listed_tiles, pass_turn, position, read_by_tma, reserve, tile_start
 from .hopper import is_laden, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -155,22 +156,6 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
     return producer
 
 
-def in_turn(site: Site) -> bool:
-    """Do warpgroups issue their products in turn (`codegen/turns.py`)? Of three each gains by it, on an H200 at head size 64 1 to 5 %, at 32 and 48 1 to 9;
-    but under a mask at 64, where each has tiles of its own to see, -1 to 3. Two, at 128, lose 1 to 3."""
-    return site.warpgroups == 3 and (site.by_rows.is_total or max(site.D, site.Dv) < 64)
-
-
-def _await_turn(site: Site, out: Writer) -> None:
-    if in_turn(site):
-        out.line("await_turn(WARPGROUP)")
-
-
-def _pass_turn(site: Site, out: Writer) -> None:
-    if in_turn(site):
-        out.line(f"pass_turn(WARPGROUP, {site.warpgroups})")
-
-
 def _pass(site: Site, out: Writer, first: str, end: str) -> None:
     """Tiles of keys that none of the warpgroup's rows sees: their places are free."""
     with out.block(f"for t in tl.range({first}, {end}):"):
@@ -178,8 +163,8 @@ def _pass(site: Site, out: Writer, first: str, end: str) -> None:
         for letter in ("k", "v"):
             out.line(f"mbarrier.wait({letter}_full.index(slot), tile // STAGES & 1)")
             out.line(f"mbarrier.arrive({letter}_empty.index(slot), count=1)")
-        _await_turn(site, out)
-        _pass_turn(site, out)
+        await_turn(site, out)
+        pass_turn(site, out)
         out.assign("tile", "tile + 1")
 
 
@@ -204,7 +189,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
 
     if in_turn(site):
         with out.block(f"if WARPGROUP == {site.warpgroups - 1}:"):
-            _pass_turn(site, out)
+            pass_turn(site, out)
 
     def read_told(*names: str) -> None:
         for name in names:
@@ -253,9 +238,9 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             _pass(site, out, *((last, "count") if down else ("0", first)))
         out.assign("slot", "tile % STAGES")
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
-        _await_turn(site, out)
+        await_turn(site, out)
         _issue_scores(site, out, "slot")
-        _pass_turn(site, out)
+        pass_turn(site, out)
         if down:
             out.assign("j0", tile_start(site, "j", f"({last} - 1)"), "the last tile, the only one that is cut")
         elif not site.listed:
@@ -270,28 +255,14 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         weights(site, out)
         for c in site.v_chunks:
             out.assign(f"acc{c.suffix}", f"gl.zeros([{ROWS}, {c.width}], gl.float32, values{c.suffix})")
-        with out.block(f"for t in tl.range({f'{first} + 1' if begins else '1'}, {last}):"):
-            if not site.listed:
-                out.assign("j0", tile_start(site, "j", f"({last} - 1 - t)" if down else "t"))
-            out.assign("previous", "tile % STAGES")
-            out.assign("previous_phase", "tile // STAGES & 1")
-            out.assign("tile", "tile + 1")
-            out.assign("slot", "tile % STAGES")
-            out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
-            _await_turn(site, out)
-            _issue_scores(site, out, "slot")
-            out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
-            _issue_values(site, out, "previous")
-            _pass_turn(site, out)
-            in_loop = "" if down else partial
-            _enter(site, program, out, in_loop)
-            out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
-            _leave_keys(site, out)
-            softmax(site, program, out, in_loop, first=False)
-            _wait_values(site, out)
-            out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
-            rescale(site, out)
-            weights(site, out)
+        loops = [(f"{first} + 1" if begins else "1", last, "" if down else partial)]
+        if cuts_first(site):
+            loops = [("1", "partial_tiles", "True"), ("tl.maximum(1, partial_tiles)", "count", "")]
+        for start, stop, cuts in loops:
+            with out.block(f"for t in tl.range({start}, {stop}):"):
+                if not site.listed:
+                    out.assign("j0", tile_start(site, "j", f"({last} - 1 - t)" if down else "t"))
+                _step(site, program, out, cuts)
         out.assign("previous", "tile % STAGES")
         out.line("mbarrier.wait(v_full.index(previous), tile // STAGES & 1)")
         _issue_values(site, out, "previous")
@@ -316,6 +287,34 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.assign("number", "number + tl.num_programs(0)")
     out.line("tma.store_wait(0)")
     return attend
+
+
+def cuts_first(site: Site) -> bool:
+    """Have listed tiles that the mask cuts a loop of their own, before that over tiles that all rows see? H100, N = 4096, a padding vector: under dropout 10 % faster
+    at head size 128, even at 64; without it even or up to 8 % slower. Masks with an element for every query and key leave no registers for it."""
+    return site.listed and site.spec.dropout > 0 and max(site.D, site.Dv) > 96 and not across(site.spec)
+
+
+def _step(site: Site, program: Program, out: Writer, cuts: str) -> None:
+    """One tile of keys: its scores while the weights of the tile before meet their values. cuts: where the mask cuts it, "" for nowhere."""
+    out.assign("previous", "tile % STAGES")
+    out.assign("previous_phase", "tile // STAGES & 1")
+    out.assign("tile", "tile + 1")
+    out.assign("slot", "tile % STAGES")
+    out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
+    await_turn(site, out)
+    _issue_scores(site, out, "slot")
+    out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
+    _issue_values(site, out, "previous")
+    pass_turn(site, out)
+    _enter(site, program, out, cuts)
+    out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
+    _leave_keys(site, out)
+    softmax(site, program, out, cuts, first=False)
+    _wait_values(site, out)
+    out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
+    rescale(site, out)
+    weights(site, out)
 
 
 def _issue_scores(site: Site, out: Writer, slot: str) -> None:
