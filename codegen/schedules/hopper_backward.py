@@ -23,11 +23,11 @@ from .ends import classify, ended
 from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arguments
 from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, frees_early, look, names, reserve_dq, sum_arguments, sum_dq, turns
-from .hopper_keys import by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
+from .hopper_keys import by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import read_late, reserve_numbers, row_at, sees_ends_late, slot_of_last, worked_out
 from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
 from .hopper_vectors import last_of_tile
-from .hopper_producer import load_keys, load_tiles, reserve_rows, rows_from_rings
+from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads, rows_from_rings
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
 WARPS = 8
@@ -37,7 +37,7 @@ REGISTERS = {False: (240, 24), True: (232, 40)}
 without dropout leave some."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies: more where it reads a mask by hand,
-or captured tensors beside heads of two pieces."""
+vectors beside queries that share keys, or heads in pieces with either of such queries and captured tensors."""
 PIECED_REGISTERS = 200, 72, 40
 """The same under dropout where heads of several pieces share keys: dQ has a place and a tensor map for each piece."""
 
@@ -86,7 +86,7 @@ def keys_kernel(site: Site) -> Kernel:
     reads = by_hand(site) and (is_split(site) or not (tile_loads(site) or spec.dropout or by_halves(site)))  # with 232 registers, products would run one by one
     if is_split(site):
         pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads
-        more = bool(spec.loads) and len(site.qk_chunks) > 1
+        more = bool(others) and len(row_loads(site) + key_loads(site)) > 1 or len(site.qk_chunks) > 1 and bool(others or spec.loads)
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads or more]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
     else:

@@ -144,7 +144,7 @@ def test_hopper_forwards_of_lengths_that_no_tile_divides_do_not_spill(head, vari
     (128, "column_bias", "self"), (64, "causal", "self"), (64, "full", "self"), (64, "ended_dropout", "self"), (64, "ended_dropout", "gqa"),
     (64, "documents", "self"), (64, "dropout_padding", "self"), (64, "padded_bias", "gqa"), (64, "two_reads", "gqa"), (64, "global", "self"),
     (128, "padding", "gqa"), (128, "dropout_padding", "self"), (128, "dropout_padding", "gqa"), (128, "ended_dropout", "self"), (128, "padded_bias", "self"),
-    (128, "padded_bias", "gqa"), (128, "two_reads", "gqa"), (128, "padded_softcap", "gqa")]))
+    (128, "padded_bias", "gqa"), (128, "two_reads", "gqa"), (128, "padded_softcap", "gqa"), (40, "column_bias", "self"), (40, "full", "gqa"), (40, "bias", "self")]))
 def test_hopper_backwards_of_lengths_that_no_tile_divides_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_backward_keys", s, p, (True,) * 3 + (False,) * len(s.aux))
