@@ -105,7 +105,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
         out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
     out.assign("number", "tl.program_id(0)")
     if uneven and not is_by_host(site):
-        out.assign("work", " * ".join(["tl.cdiv(M, BLOCK_M)", *(f"late({extent(a)}, number)" for a in site.spec.axes)]))
+        out.assign("last", " * ".join(["tl.cdiv(M, BLOCK_M)", *(f"late({extent(a)}, number)" for a in site.spec.axes)]) + " - 1")
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
 
@@ -119,9 +119,9 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
                 out.line(f"{told_at(site, returns, name)}.store(gl.full([1], {value}, gl.int32, lane))")
             out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
 
-    with out.block("while number < work:"):
+    with out.block("while number <= last:" if uneven else "while number < work:"):
         if uneven:
-            out.assign("ticket", "take_ticket(Taken, work - 1)", "answered by the time that it is needed; the last leaves 0")
+            out.assign("ticket", "take_ticket(Taken, last)", "answered by the time that it is needed; the last leaves 0")
         out.line(locate)
         if site.listed:
             listed_tiles(site, out, "j")

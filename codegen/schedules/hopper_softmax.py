@@ -39,7 +39,7 @@ def is_bounded(site: Site) -> bool:
     H100, soft cap, N = 1k, 4k, 16k: head size 64 faster by 7, 4, 3 %, 256 by 5; 128 by 5, -2, -5 %.
     """
     head, most = max(site.D, site.Dv), max(map(abs, span(site.spec.score))) * LOG2E
-    return most <= BOUNDS.get(site.v_dtype, 0.0) and not is_halved(site) and (head <= 64 or head > 128)
+    return most <= BOUNDS.get(site.v_dtype, 0.0) and not is_halved(site) and not reads_seed_late(site) and (head <= 64 or head > 128)
 
 
 def is_halved(site: Site) -> bool:
