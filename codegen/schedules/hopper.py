@@ -253,22 +253,6 @@ def _gathers(spec: AttentionSpec, head: int) -> bool:
     return any({"i", "j"} <= load.variables and load.index[-1] != Var("j") and not (head <= 64 and ends(load)) for load in spec.loads)
 
 
-def in_turn(site: Site) -> bool:
-    """Do warpgroups issue their products in turn (`codegen/turns.py`)? Of three each gains by it, on an H200 at head size 64 1 to 5 %, at 32 and 48 1 to 9;
-    but under a mask at 64, where each has tiles of its own to see, -1 to 3. Two, at 128, lose 1 to 3."""
-    return site.warpgroups == 3 and (site.by_rows.is_total or max(site.D, site.Dv) < 64)
-
-
-def await_turn(site: Site, out: Writer) -> None:
-    if in_turn(site):
-        out.line("await_turn(WARPGROUP)")
-
-
-def pass_turn(site: Site, out: Writer) -> None:
-    if in_turn(site):
-        out.line(f"pass_turn(WARPGROUP, {site.warpgroups})")
-
-
 @functools.lru_cache(maxsize=1024)
 def score_tiles(spec: AttentionSpec, head: int) -> float:
     """Beside the score itself, how many tiles of registers a forward needs to compute it. A function alone needs none: it is evaluated in place, a few

@@ -16,6 +16,7 @@ def is_shared(spec: AttentionSpec) -> bool:
 
 
 def options(spec: AttentionSpec) -> dict[str, int]:
+    """Tile and launch options: one sum needs no accumulator for each row."""
     return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4} if is_shared(spec) else {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
 
 
@@ -66,7 +67,7 @@ def _sums(site: Site, program: Program, out: Writer) -> None:
 
 
 def _one_sum(site: Site, program: Program, out: Writer) -> None:
-    """The same where it is one for all rows."""
+    """The same where all rows share them: a partial sum for each key of a tile, added up behind the loop."""
     out.assign("l", "tl.zeros([1], tl.float32)")
     for c in site.v_chunks:
         out.assign(f"sums{c.suffix}", f"tl.zeros([BLOCK_N, {c.width}], tl.float32)")

@@ -36,8 +36,8 @@ REGISTERS = {False: (240, 24), True: (232, 40)}
 """Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, or heads up to 96
 without dropout leave some."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
-"""Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies: more where it reads a mask by hand,
-vectors beside queries that share keys, or heads in pieces with either of such queries and captured tensors."""
+"""Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies: more where it reads a mask
+by hand or copies much."""
 PIECED_REGISTERS = 200, 72, 40
 """The same under dropout where heads of several pieces share keys: dQ has a place and a tensor map for each piece."""
 
@@ -86,13 +86,19 @@ def keys_kernel(site: Site) -> Kernel:
     reads = by_hand(site) and (is_split(site) or not (tile_loads(site) or spec.dropout or by_halves(site)))  # with 232 registers, products would run one by one
     if is_split(site):
         pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads
-        more = bool(others) and len(row_loads(site) + key_loads(site)) > 1 or len(site.qk_chunks) > 1 and bool(others or spec.loads)
-        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads or more]
+        half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads or copies_much(site)]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
     else:
         own, least = REGISTERS[reads or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
         kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *([(load_keys(site), [], 1, least)] if is_apart(site) else [])])
     return kernel
+
+
+def copies_much(site: Site) -> bool:
+    """Are the registers of a warp that only copies too few, 4 to 12 bytes? It reads several vectors for the others beside queries that share keys, or heads come in
+    pieces beside such queries or captured tensors."""
+    others = site.other_axes(site.axes_of("k", "v"))
+    return bool(others) and len(row_loads(site) + key_loads(site)) > 1 or len(site.qk_chunks) > 1 and bool(others or site.spec.loads)
 
 
 def _chain(out: Writer, name: str, found, left, right, start: str) -> None:
@@ -262,7 +268,7 @@ def _store_through_dq(site: Site, out: Writer) -> None:
 
 def in_registers(site: Site) -> str:
     """Which of a half's k and v the registers of its warpgroup have room for: each spares the loop a tenth of its reads of shared memory, which
-    are as many as it can deliver. H100, head size 64, N = 4096: both 8 to 10 % faster under a mask of data or a term of the key's position, v alone 3 to 5 under dropout."""
+    are as many as it can deliver. H100, head size 64, N = 4096: both 5 to 10 % faster under a mask of data, 5 under ALiBi; v alone 3 to 5 under dropout."""
     spec = site.spec
     if spec.dropout and any(map(ends, spec.score.loads)):
         return ""

@@ -17,8 +17,9 @@ from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_locate import descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
 from .hopper_softmax import across_threads, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
+from .hopper_turns import begin_turn, end_turn, in_turn
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, await_turn, barriers, block_shape, in_turn, list_arguments, listed_tiles, pass_turn, position, read_by_tma, reserve, tile_start
+from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
 from .hopper import is_laden, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -37,7 +38,7 @@ def forward_kernel(site: Site) -> Kernel:
                              ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD", [*worked_out(site), *(["lists", "list_length"] if site.listed else [])])
     out = kernel.body
     if not is_by_host(site) and not is_uneven(site):
-        out.assign("work", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)}")
+        out.assign("last", f"tl.cdiv(M, BLOCK_M) * {count(spec.axes)} - 1")
     if spec.dropout and not reads_seed_late(site):
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_tile", "Q", warpgroups * site.q_tiles, ROWS)
@@ -119,7 +120,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
                 out.line(f"{told_at(site, returns, name)}.store(gl.full([1], {value}, gl.int32, lane))")
             out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
 
-    with out.block("while number <= last:" if uneven else "while number < work:"):
+    with out.block("while number <= last:"):
         if uneven:
             out.assign("ticket", "take_ticket(Taken, last)", "answered by the time that it is needed; the last leaves 0")
         out.line(locate)
@@ -163,8 +164,8 @@ def _pass(site: Site, out: Writer, first: str, end: str) -> None:
         for letter in ("k", "v"):
             out.line(f"mbarrier.wait({letter}_full.index(slot), tile // STAGES & 1)")
             out.line(f"mbarrier.arrive({letter}_empty.index(slot), count=1)")
-        await_turn(site, out)
-        pass_turn(site, out)
+        begin_turn(site, out)
+        end_turn(site, out)
         out.assign("tile", "tile + 1")
 
 
@@ -189,7 +190,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
 
     if in_turn(site):
         with out.block(f"if WARPGROUP == {site.warpgroups - 1}:"):
-            pass_turn(site, out)
+            end_turn(site, out)
 
     def read_told(*names: str) -> None:
         for name in names:
@@ -206,7 +207,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
     told, *rest = told_of(site, returns)
     if is_uneven(site):
         next_tile()
-    with out.block(f"while {told} >= 0:" if is_uneven(site) else "while number < work:"):
+    with out.block(f"while {told} >= 0:" if is_uneven(site) else "while number <= last:"):
         if is_told(site):
             read_told(*rest)
             if "start" in returns and "start" not in rest:
@@ -238,9 +239,9 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             _pass(site, out, *((last, "count") if down else ("0", first)))
         out.assign("slot", "tile % STAGES")
         out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
-        await_turn(site, out)
+        begin_turn(site, out)
         _issue_scores(site, out, "slot")
-        pass_turn(site, out)
+        end_turn(site, out)
         if down:
             out.assign("j0", tile_start(site, "j", f"({last} - 1)"), "the last tile, the only one that is cut")
         elif not site.listed:
@@ -302,11 +303,11 @@ def _step(site: Site, program: Program, out: Writer, cuts: str) -> None:
     out.assign("tile", "tile + 1")
     out.assign("slot", "tile % STAGES")
     out.line("mbarrier.wait(k_full.index(slot), tile // STAGES & 1)")
-    await_turn(site, out)
+    begin_turn(site, out)
     _issue_scores(site, out, "slot")
     out.line("mbarrier.wait(v_full.index(previous), previous_phase)")
     _issue_values(site, out, "previous")
-    pass_turn(site, out)
+    end_turn(site, out)
     _enter(site, program, out, cuts)
     out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
     _leave_keys(site, out)

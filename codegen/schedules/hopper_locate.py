@@ -39,13 +39,13 @@ def _key_bytes(site: Site) -> int:
 
 
 def worked_out(site: Site) -> dict[str, str]:
-    """Arguments that the host works out: all that is made of sizes."""
+    """Arguments that the host works out: all that is made of sizes. last: the number of the last tile of rows."""
     if not is_by_host(site):
         return {}
     tiles, all = "triton.cdiv(M, FORWARD['BLOCK_M'])", count(site.spec.axes)
     groups = f"min({all}, triton.cdiv({all} * triton.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
     together = {"all": all, "group": f"triton.cdiv({all}, max(1, {groups}))"} if visits_together(site.spec, site.tiled) else {}
-    return {"tiles": tiles, **({"last": f"{tiles} * {all} - 1"} if is_uneven(site) else {"work": f"{tiles} * {all}"})} | together
+    return {"tiles": tiles, "last": f"{tiles} * {all} - 1"} | together
 
 
 def locate_rows(site: Site) -> tuple[Partition, list[str], str]:

@@ -167,7 +167,7 @@ def degree(e: Expr, x: Expr) -> int:
 
 
 def score_gradient(site: Site, body: Body, out: Writer, partial: str) -> None:
-    """ds, the gradient of the products qk over the factors that are left out, from dP."""
+    """ds, the gradient of the products qk over the factors that are left out, from dP. partial: the condition of a tile that the mask cuts, as of `weights`."""
     spec = site.spec
     out.assign("delta", from_ring("delta_ring"))
     scale = kept_scale(spec.dropout)
@@ -187,8 +187,8 @@ def score_gradient(site: Site, body: Body, out: Writer, partial: str) -> None:
         if rest != Const(1.0):
             out.assign("ds", body.times(rest, "ds", weight="slope"))
     if site.averages and spec.empty_row is EmptyRow.MEAN:
-        rare = bool(partial) and partial != "True"  # tiles with such rows count as cut by the mask
-        with body.program.branch(), out.block(f"if {partial}:") if rare else nullcontext():
+        # only tiles that the mask cuts have rows that see no key
+        with body.program.branch(), out.block(f"if {partial}:") if partial not in ("", "True") else nullcontext():
             out.assign("mean", from_ring("mean_ring"))
             body.replaced(out)
     if sees_ends_late(site):
