@@ -105,7 +105,7 @@ def generated(asked: Asked) -> list[Tiles]:
     head = max(padded(problem.D), padded(problem.Dv))
     if asked.schedule == "hopper":
         if kernel == "keys":  # its kernel is written for these
-            *found, one = [(64, 128, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
+            *found, one = [(64, 128 if head <= 128 else 64, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
             return found if not _exceeds(asked, found[-1], _shared(asked, found[-1])) else [one]  # above 64 one stage mostly spills
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in (3, 2)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]

@@ -334,7 +334,7 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     element = found[ELEMENT]
     waves, each = size.outer / programs * tail, size.visible / programs * tail
     found[TILE], found[TURN], found[RESTART] = each, waves, waves * ((known.keys * known.share if by_keys else known.rows) - 1)
-    if portable and warps * 16 > rows >= 64 and gpu.is_hopper:
+    if (portable or by_keys and warps == 8) and warps * 16 > rows >= 64 and gpu.is_hopper:
         found[SPLIT] = found[MULTIPLIED]
     if warps * 16 < rows:
         found[WIDE] = element

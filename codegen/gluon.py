@@ -49,10 +49,12 @@ def philox(seed, c0, c1, c2):
 @gluon.constexpr_function
 def words_layout(ROWS, COLUMNS, WARPS):
     """Layout of one Philox call for each 16 elements of a (ROWS, COLUMNS) accumulator: the accumulator's without bit 3 of the
-    row and bits 0, 3 and 4 of the column."""
-    registers = [[0, 4 << n] for n in range((COLUMNS // 32).bit_length() - 1)]
+    row and bits 0, 3 and 4 of the column. Warps that the rows do not need share the columns."""
+    beside = WARPS * 16 // ROWS
+    registers = [[0, 4 << n] for n in range((COLUMNS // 32 // beside).bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    warps = [[8 << n, 0] for n in range(WARPS.bit_length() - 1)]
+    warps = [[8 << n, 0] for n in range((WARPS // beside).bit_length() - 1)]
+    warps += [[0, COLUMNS // 8 // beside << n] for n in range(beside.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 2, COLUMNS // 8])
 
 

@@ -24,14 +24,14 @@ from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arg
 from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
 from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, frees_early, look, names, reserve_dq, sum_arguments, sum_dq, turns
 from .hopper_keys import by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
-from .hopper_keys import read_late, reserve_numbers, row_at, sees_ends_late, slot_of_last, worked_out
+from .hopper_keys import is_wide, read_late, reserve_numbers, values_wait, row_at, sees_ends_late, slot_of_last, worked_out
 from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads, rows_from_rings
+from .hopper_steps import WARPS, chain, copy_out, gradients, keep, scores_and_dp
+from .hopper_wide import accumulate_wide
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
-WARPS = 8
-"""Of the one consumer partition: two warpgroups that hold a tile of 128 keys."""
 REGISTERS = {False: (240, 24), True: (232, 40)}
 """Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, or heads up to 96
 without dropout leave some."""
@@ -60,7 +60,7 @@ def keys_kernel(site: Site) -> Kernel:
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
-    reserve(site, out, "do_ring", "dO", "STAGES", "BLOCK_M")
+    reserve(site, out, "do_ring", "dO", "1" if values_wait(site) else "STAGES", "BLOCK_M")
     reserve(site, out, "k_tile", "K", halves * key_tiles(site), keys)
     reserve(site, out, "v_tile", "V", halves * key_tiles(site), keys)
     reserve_dq(site, out)
@@ -70,12 +70,19 @@ def keys_kernel(site: Site) -> Kernel:
     if stored_load(site):
         shape, layout = ", ".join([*["1"] * len(spec.axes), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
     out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{copies}, {shape}], {layout})")
+    if is_wide(site):
+        out.assign("p_tile", f"gl.allocate_shared_memory({dtype}, [{keys}, BLOCK_M], gl.NVMMASharedLayout.get_default_for([{keys}, BLOCK_M], {dtype}))")
     reserve_rows(site, out)
     reserve_ends(site, out)
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
     reserve_numbers(site, out)
     barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
-    ring = {"q_full": 2, "do_full": 1} | ({} if frees_late(site) else {"rows_empty": halves})
+    rows_full, values_full = {"q_full": 2}, {"do_full": 1}
+    if values_wait(site):
+        barriers(out, 1, values_full | {"do_empty": 1})
+    else:
+        rows_full |= values_full
+    ring = rows_full | ({} if frees_late(site) else {"rows_empty": halves})
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
     function, returns = locate(site, mine)
@@ -89,8 +96,9 @@ def keys_kernel(site: Site) -> Kernel:
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads or copies_much(site)]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
     else:
-        own, least = REGISTERS[reads or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
-        kernel.start([(_accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *([(load_keys(site), [], 1, least)] if is_apart(site) else [])])
+        own, least = REGISTERS[reads or is_wide(site) or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
+        accumulate = accumulate_wide if is_wide(site) else _accumulate
+        kernel.start([(accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *([(load_keys(site), [], 1, least)] if is_apart(site) else [])])
     return kernel
 
 
@@ -99,47 +107,6 @@ def copies_much(site: Site) -> bool:
     pieces beside such queries or captured tensors."""
     others = site.other_axes(site.axes_of("k", "v"))
     return bool(others) and len(row_loads(site) + key_loads(site)) > 1 or len(site.qk_chunks) > 1 and bool(others or site.spec.loads)
-
-
-def _chain(out: Writer, name: str, found, left, right, start: str) -> None:
-    """A product over head-size chunks, each continuing the one before."""
-    for n, c in enumerate(found):
-        out.assign(name, f"warpgroup_mma({left(c)}, {right(c)}, {f'{name}, is_async=True' if n else start})")
-
-
-def _issue_scores(site: Site, out: Writer, q: str) -> None:
-    _chain(out, "next_qk", site.qk_chunks, lambda c: f"k{c.suffix}", lambda c: f"{q}{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
-
-
-def _scores_and_dp(site: Site, body: Body, out: Writer, rows: str = "BLOCK_N", warps: int = WARPS) -> None:
-    """Issue S^T and dP^T of a tile as soon as its q and dO are there; wait for the first."""
-    out.line("mbarrier.wait(q_full.index(slot), phase)")
-    _issue_scores(site, out, "q")
-    out.line("mbarrier.wait(do_full.index(slot), phase)")
-    _chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
-    row_at(site, out, warps)
-    if not is_split(site):
-        look(site, out)
-    out.assign("i", "i0 + rows")
-    _enter(site, body.program, out, rows, warps)
-    out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "dP still runs")
-
-
-def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> None:
-    """Begin a tile: where its vectors and captured tiles are, and with registers to spare the loads across rows and keys that TMA cannot do."""
-    visible = [site.spec.visible] if site.spec.is_masked else []
-    program.enter(out, [site.raw, *visible, scaled(site, QK)[0], *([site.spec.empty_over] if site.averages else [])], "")
-    if len(ended(site)) == 1 and (is_split(site) or not summed(site) or len(site.qk_chunks) > 1):  # of more tables it is cheaper to keep what they share
-        program.latest = "told"
-    rows_from_rings(site, program)
-    tiles = tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
-    program.body.names |= tiles
-    for load in site.raw.loads:
-        if is_split(site) and {"i", "j"} <= load.variables and load not in (*tiles, *ended(site)):
-            program.value(load)
-    own = classify(site, program, out, ("i0", "BLOCK_M"), ("key0", rows), near=True)
-    if not sees_ends_late(site):
-        beyond_ends(site, own, out)
 
 
 def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
@@ -177,7 +144,7 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
                 out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
             for c in site.v_chunks:
                 out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
-            _scores_and_dp(site, body, out)
+            scores_and_dp(site, body, out)
             weights(site, body, out, partial, "BLOCK_N", WARPS)
             for c in site.v_chunks:
                 out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
@@ -211,37 +178,13 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
             _store_through_dq(site, out)
         else:
             out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
-            _keep(site, out, "kv", "BLOCK_N")
+            keep(site, out, "kv", "BLOCK_N")
             out.line("barrier()")
-            _copy_out(site, out, "j0", "kv")
+            copy_out(site, out, "j0", "kv")
             out.line("tma.store_wait(0)")
             out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
     out.line("tma.store_wait(0)")
     return consumer
-
-
-def _gradients(site: Site) -> tuple[tuple[str, str, str, Chunk, str], ...]:
-    """(name, operand, its tiles, piece, value) of each piece of dV and dK."""
-    dtype, found = f"{tiles_name('Q', site.qk_chunks[0])}.dtype", []
-    for name, operand, pieces, factor in (("dv", "V", site.v_chunks, kept_scale(site.spec.dropout)), ("dk", "K", site.qk_chunks, scaled(site, QK)[1] * left_out(site))):
-        for c in pieces:
-            value = f"{name}{c.suffix}" if factor == 1.0 else f"({name}{c.suffix} * {factor!r})"
-            found.append((name, operand, tiles_name("d" + operand, c), c, f"{value}.to({dtype})"))
-    return tuple(found)
-
-
-def _keep(site: Site, out: Writer, index: str, rows: str | int) -> None:
-    """Keep dV and dK in the place of V and K. What the assembler knows ahead of the loop over rows, an address, it holds in a register throughout it:
-    `index` has an unknown zero, of a number that is not negative."""
-    for _, operand, _, c, value in _gradients(site):
-        out.line(f"{tile_view(f'{operand.lower()}_tile', c, index, rows)}.store({value})")
-    out.line("fence_async_shared()")
-
-
-def _copy_out(site: Site, out: Writer, first: str, index: str) -> None:
-    """Copy dV and dK from the place of V and K to memory."""
-    for _, operand, tiles, c, _ in _gradients(site):
-        out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
 
 
 def through_dq(site: Site) -> bool:
@@ -252,7 +195,7 @@ def through_dq(site: Site) -> bool:
 def _store_through_dq(site: Site, out: Writer) -> None:
     out.line("mbarrier.arrive(kv_empty.index(0), count=1)", "the keys and values have been read")
     for name in ("dv", "dk"):
-        found = [x for x in _gradients(site) if x[0] == name]
+        found = [x for x in gradients(site) if x[0] == name]
         out.line("tma.store_wait(0)", "what was stored before has left its place")
         out.line("barrier()")
         for _, operand, tiles, c, value in found:
@@ -307,7 +250,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
             for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
                 for c in found:
                     out.assign(f"{name}{c.suffix}", tile_view(f"{letter}_ring", c, "slot", "BLOCK_M"))
-            _scores_and_dp(site, body, out, str(HALF), 4)
+            scores_and_dp(site, body, out, str(HALF), 4)
             weights(site, body, out, partial, str(HALF), 4)
             for c in site.v_chunks:
                 out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
@@ -332,7 +275,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
             store_ends(site, out, "tile * 2 + PART")
         slot_of_last(site, out)
         out.line("mbarrier.wait(ds_empty.index(slot), phase)", "dQ has read the keys: their place takes the gradients")
-        _keep(site, out, "own + (nth >> 31)", HALF)
+        keep(site, out, "own + (nth >> 31)", HALF)
         out.line("mbarrier.arrive(kv_done.index(kv), count=1)")
     return consumer
 
@@ -344,7 +287,7 @@ def _store_keys(site: Site, tiles) -> Partition:
     with tiles(out, 1, False):
         out.line("mbarrier.wait(kv_done.index(kv), nth >> 1 & 1)")
         for n in range(2):
-            _copy_out(site, out, f"j0 + {n * HALF}" if n else "j0", f"kv * 2 + {n}")
+            copy_out(site, out, f"j0 + {n * HALF}" if n else "j0", f"kv * 2 + {n}")
         out.line("tma.store_wait(0)", "dV and dK have left")
         out.line("mbarrier.arrive(kv_empty.index(kv), count=1)", "their place is free")
     return storer

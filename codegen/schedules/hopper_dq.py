@@ -26,6 +26,8 @@ from .hopper_keys import HALF, each_step, is_split, row_at
 
 LINE = 32
 """Floats of a line of the sum of dQ: 128 bytes."""
+HALF_WIDTH = 128
+"""Most columns of dQ that are multiplied and added at once: 256 lines of a tile of rows, and TMA takes no more."""
 
 
 # ------------------------------------------------------------------------------------------------------- order of the sum
@@ -55,8 +57,25 @@ def _by_rows(site: Site, c: Chunk, tile: str) -> str:
 
 def _eights(site: Site, c: Chunk) -> tuple[int, int]:
     """Warpgroups that share the columns of a piece, and how often each has eight of them."""
-    groups = 1 if is_split(site) else 2
+    groups = 1 if is_split(site) else 2 * -(-c.width // HALF_WIDTH)
     return groups, c.width // (8 * groups)
+
+
+def dq_chunks(site: Site) -> tuple[Chunk, ...]:
+    """The pieces in which dQ is multiplied: those of a head, but 256 columns in two halves, for which there is one place (`in_turn`)."""
+    if not in_turn(site):
+        return tuple(site.qk_chunks)
+    return tuple(Chunk(str(n), n * HALF_WIDTH, HALF_WIDTH, False) for n in range(2))
+
+
+def in_turn(site: Site) -> bool:
+    """Do the halves of dQ go through one place in shared memory, one after the other?"""
+    return site.qk_chunks[0].width > HALF_WIDTH
+
+
+def dq_places(site: Site) -> tuple[Chunk, ...]:
+    """The pieces that have a place and a tensor map of their own."""
+    return (Chunk("", 0, HALF_WIDTH, False),) if in_turn(site) else tuple(site.qk_chunks)
 
 
 def _position(site: Site, c: Chunk) -> str:
@@ -73,11 +92,11 @@ def _plus(number: int) -> str:
 def sum_arguments(site: Site) -> dict[str, str]:
     """Kernel arguments that describe tiles of the sum."""
     axes = [n for n, a in enumerate(site.spec.axes) if a in operand_axes(site, "Q")]
-    return {tiles_name("dQ", c): f"tma_tiles(sum_q, {axes}, {_lines(c)})" for c in site.qk_chunks}
+    return {tiles_name("dQ", c): f"tma_tiles(sum_q, {axes}, {_lines(c)})" for c in dq_places(site)}
 
 
 def reserve_dq(site: Site, out: Writer) -> None:
-    for c in site.qk_chunks:
+    for c in dq_places(site):
         ones = "1, " * (1 + len(operand_axes(site, "Q")))
         out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [{ones}{_lines(c)}], {tiles_name('dQ', c)}.layout)")
 
@@ -135,8 +154,8 @@ def frees_early(site: Site) -> bool:
     return not (is_split(site) or site.ordered or stored_load(site))
 
 
-def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, place: str = "0") -> None:
-    """coordinates: rewrites those of the tile. place: 0, in shared memory."""
+def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, place: str = "0", awaited: Callable[[int], None] = lambda n: None) -> None:
+    """coordinates: rewrites those of the tile. place: 0, in shared memory. awaited: waits for the product of a half behind the first (`in_turn`)."""
     if not frees_early(site):
         if site.ordered:
             out.assign("added", ADDED, "dQ of the step before is in memory")
@@ -144,14 +163,22 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, pla
             out.line("tma.store_wait(0)", "dQ of the step before has left its place")
         out.line("barrier()")
     pass_on(site, out, "is_first == 0")
-    for c in site.qk_chunks:
-        ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
-        out.line(f"dq_tile{c.suffix}.index({place}).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
-    out.line("fence_async_shared()")
-    await_turn(site, out)
-    out.line("barrier()")
-    for c in site.qk_chunks:
-        out.line(f"reduce_add({tiles_name('dQ', c)}, {coordinates(_position(site, c))}, dq_tile{c.suffix}.index(0))")
+    found = [[c] for c in dq_chunks(site)] if in_turn(site) else [dq_chunks(site)]
+    for n, together in enumerate(found):
+        if n:
+            awaited(n)
+            out.line("tma.store_wait(0)", "the half before has left its place")
+            out.line("barrier()")
+        at = lambda c: "" if in_turn(site) else c.suffix
+        for c in together:
+            ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
+            out.line(f"dq_tile{at(c)}.index({place}).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
+        out.line("fence_async_shared()")
+        if not n:
+            await_turn(site, out)
+        out.line("barrier()")
+        for c in together:
+            out.line(f"reduce_add(dQ_tiles{at(c)}, {coordinates(_position(site, c))}, dq_tile{at(c)}.index(0))")
     if site.ordered:
         out.assign("previous", "turn")
 

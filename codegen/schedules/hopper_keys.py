@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from ...expr import BOOL, FLOAT, QK, Load, Var
 from ..captured import ends
 from ..gluon import Partition
+from ..limits import padded
 from ..parts import Site, count, decode
 from ..program import Program, local
 from ..reads import across
@@ -32,6 +33,21 @@ def is_split(site: Site) -> bool:
     """Three warpgroups: two with half of the keys each, which drift apart so that one multiplies while the other takes exponentials, and one
     for dQ. Only heads up to 64 leave it the registers."""
     return max(site.D, site.Dv) <= 64
+
+
+def is_wide(site: Site) -> bool:
+    """Heads above 128: a tile of 64 keys, of which two warpgroups take half of the columns each, so that their registers hold dK and dV."""
+    return max(site.D, site.Dv) > 128
+
+
+def values_wait(site: Site) -> bool:
+    """Is there shared memory for one tile of dO alone, whatever the stages?"""
+    return padded(site.D) + padded(site.Dv) > 384
+
+
+def do_place(site: Site) -> tuple[str, str]:
+    """Place of a step's dO, and phase."""
+    return ("0", "at & 1") if values_wait(site) else ("slot", "phase")
 
 
 def frees_late(site: Site) -> bool:

@@ -16,7 +16,7 @@ from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
 from .hopper_keys import HALF, NEXT, await_place, each_tile, each_tile_ahead, end_step, frees_late, is_apart, partial_tiles, read_vectors, rows_told, slot_and_phase
-from .hopper_keys import slot_of, takes_turns, tell, tell_keys
+from .hopper_keys import do_place, slot_of, takes_turns, tell, tell_keys, values_wait
 
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
@@ -151,7 +151,10 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
     for name, value in ({"lse2_ring": "lse2", "delta_ring": "delta"} | ({"mean_ring": "mean"} if site.averages else {}) | found).items():
         out.line(f"{name}.index(slot).store({value})")
     out.line("mbarrier.arrive(q_full.index(slot), count=1)")
-    read_by_tma(site, out, "dO", "i0", "BLOCK_M", "do_full.index(slot)", "do_ring", "slot")
+    place, phase = do_place(site)
+    if values_wait(site):
+        out.line(f"mbarrier.wait(do_empty.index(0), {phase} ^ 1)")
+    read_by_tma(site, out, "dO", "i0", "BLOCK_M", f"do_full.index({place})", "do_ring", place)
 
 
 def tell_row(site: Site, out: Writer, partial: str) -> None:

@@ -15,7 +15,7 @@ from .common import Body, scaled
 from .ends import tight_score
 from .hopper_captured import doubles, is_signed, left_out
 from .hopper import compares
-from .hopper_keys import is_full, is_split, is_tight, sees_ends_late
+from .hopper_keys import is_full, is_split, is_tight, is_wide, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
 from .hopper_vectors import cut, groups
 from .relative import add_ends, beyond_ends
@@ -23,7 +23,7 @@ from .relative import add_ends, beyond_ends
 
 def fills_registers(site: Site) -> bool:
     """Does the score need a tile of registers beside the accumulators of a large head: elements read across rows and keys, or its derivative?"""
-    return not is_split(site) and (site.ordered or bool(across(site.spec, False)) or {"i", "j"} <= scaled(site, QK)[0].variables)
+    return not (is_split(site) or is_wide(site)) and (site.ordered or bool(across(site.spec, False)) or {"i", "j"} <= scaled(site, QK)[0].variables)
 
 
 def unknown_zero(site: Site, number: str) -> str:
@@ -35,7 +35,7 @@ def unknown_zero(site: Site, number: str) -> str:
 def by_halves(site: Site) -> bool:
     """Are weights and slopes worked out in one half of a tile after the other? The assembler keeps that order, else all of the exponentials are there
     before the first slope. They are where a slope is of the score alone."""
-    return (fills_registers(site) or is_full(site)) and {"i", "j"} <= scaled(site, QK)[0].variables and _is_of(scaled(site, QK)[0], site.raw)
+    return (fills_registers(site) or is_full(site)) and not is_wide(site) and {"i", "j"} <= scaled(site, QK)[0].variables and _is_of(scaled(site, QK)[0], site.raw)
 
 
 def _is_of(e: Expr, x: Expr) -> bool:
@@ -75,7 +75,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
                 if read:
                     hide_others()
                 with program.branch(), out.block(f"if {' | '.join([*(['(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
-                    by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, "N" if beyond else "") if read else ""
+                    by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, "N" if beyond else "") if read and not is_wide(site) else ""
                     out.assign(value, by_bits or f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
                 if not read:
                     hide_others()
@@ -95,7 +95,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
 
     early = is_tight(site)  # before exp the tile stays where the product left it; after, exp starts sooner (2 % of the pass)
     # words of a row's bits take registers too
-    crowded = any(map(ends, spec.score.loads)) or not is_split(site) and (spec.dropout > 0 or fills_registers(site))
+    crowded = is_wide(site) or any(map(ends, spec.score.loads)) or not is_split(site) and (spec.dropout > 0 or fills_registers(site))
     squared = degree(wanted[0], site.raw) <= 2 and site.factor > 1e-6  # then 0 * slope is 0 with a finite score, and no weight needs a second look
     hidden = early and bool(partial) and not squared  # may the score be -inf?
     rate, flat = repr(site.factor * LOG2E), early and averages_by_score(site)

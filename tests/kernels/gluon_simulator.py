@@ -160,8 +160,8 @@ class Shared:
     def permute(self, order) -> Shared:
         return Shared(self.data.permute(order), self.places)
 
-    def slice(self, start, length) -> Shared:
-        return Shared(self.data[int(start): int(start) + int(length)], self.places)
+    def slice(self, start, length, dim=0) -> Shared:
+        return Shared(self.data.narrow(int(dim), int(start), int(length)), self.places)
 
     def _reinterpret(self, dtype: torch.dtype, shape, layout=None) -> Shared:
         """Its bytes as another type. A race is one of the whole place, whoever sees it as what."""
