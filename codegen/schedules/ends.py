@@ -93,9 +93,9 @@ def _beyond(site: Site, program: Program, out: Writer) -> None:
 
 # ------------------------------------------------------------------------------------------------ where registers run out
 
-def tight_score(site: Site, program: Program, out: Writer, height: str | int, width: str, halves: bool) -> str:
+def tight_score(site: Site, program: Program, out: Writer, height: str | int, width: str, halves: bool | None) -> str:
     """The same in the Hopper backward, of a tile of height x width that `classify` has looked at: nothing is kept for the tiles between the ends.
-    halves: is a table without ends read by halves too?"""
+    halves: is a table without ends read by halves too? None: nor one with ends, for two warpgroups share the columns and their tiles are small."""
     if not ended(site):
         tables = [load for load in site.raw.loads if line_of(load)] if halves else []
         if len(tables) != 1 or not read_by_halves(site, program, out, tables, height, width):
@@ -105,7 +105,7 @@ def tight_score(site: Site, program: Program, out: Writer, height: str | int, wi
         return "raw"
     _beyond(site, program, out)
     with program.branch(), out.block("else:"):
-        if not read_by_halves(site, program, out, ended(site), height, width):
+        if halves is None or not read_by_halves(site, program, out, ended(site), height, width):
             _read_clamped(program, program.here(out), ended(site), out)
             out.assign("raw", program.tile(site.raw))
     program.body.names[site.raw] = "raw"

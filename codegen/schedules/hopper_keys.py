@@ -70,7 +70,7 @@ def is_apart(site: Site) -> bool:
     """Does a second warp copy keys and values? Where the one that copies rows reads lists or vectors, or copies heads in pieces, and has no registers for it
     (`hopper_backward.REGISTERS`)."""
     pieces = len(site.qk_chunks) + len(site.v_chunks)
-    return not is_split(site) and (pieces > 2 or bool(tile_loads(site) or site.spec.dropout if by_hand(site) else key_loads(site)))
+    return not is_split(site) and (pieces > 2 or is_wide(site) or bool(tile_loads(site) or site.spec.dropout if by_hand(site) else key_loads(site)))
 
 
 def is_told_before(site: Site) -> bool:

@@ -134,7 +134,7 @@ def _is_split(problem: Problem) -> bool:
 def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:
     """As `hopper_keys.is_apart`."""
     pieces = len(_pieces(problem.D)) + len(_pieces(problem.Dv))
-    return not _is_split(problem) and (pieces > 2 or bool(tiled or spec.dropout if listed or spec.visible.loads else _at(spec, "j")))
+    return not _is_split(problem) and (pieces > 2 or max(problem.D, problem.Dv) > 128 or bool(tiled or spec.dropout if listed or spec.visible.loads else _at(spec, "j")))
 
 
 @functools.lru_cache(maxsize=1024)

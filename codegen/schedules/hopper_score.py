@@ -58,7 +58,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
     beyond = [] if site.whole else ["(j < N)[:, None]"]
     visible = [spec.visible] if spec.is_masked else []
     wanted = [scaled(site, QK)[0]]
-    raw = tight_score(site, program, out, rows, "BLOCK_M", not is_split(site))
+    raw = tight_score(site, program, out, rows, "BLOCK_M", None if is_wide(site) else not is_split(site))
     name = raw if raw.isidentifier() else out.assign("raw", raw)
 
     def hide(hidden: str, value: str, mean: str) -> None:

@@ -21,7 +21,7 @@ from .relative import flush_ends, start_ends, store_ends
 
 
 def accumulate_wide(site: Site, partial: str, others, tiles) -> Partition:
-    nq, nv = len(dq_chunks(site)), len(site.v_chunks)
+    nv = len(site.v_chunks)
     consumer = Partition("sum_keys", "Two warpgroups: one tile of keys against all query rows that see it, half of the columns each.")
     out = consumer.body
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
@@ -64,24 +64,23 @@ def accumulate_wide(site: Site, partial: str, others, tiles) -> Partition:
                 out.line("tma.store_wait(0)", "dQ of the step before has left its place")
             out.line("barrier()")
             store_ds(site, out, [("j0", "0")])
-            for c in dq_chunks(site):
-                k = f"k.slice({c.start}, {c.width}, 1)" if in_turn(site) else f"k{c.suffix}"
-                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), {k}, "
-                                                 f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
+            first, *behind = [[c] for c in dq_chunks(site)] if in_turn(site) else [dq_chunks(site)]
+            _issue_dq(site, out, first)
             for c in site.qk_chunks:
                 out.assign(f"next_dk{c.suffix}", f"warpgroup_mma({ds_tile(site, '0', 'BLOCK_N')}, q{c.suffix}, dk{c.suffix}, is_async=True)")
-            running = nq + len(site.qk_chunks)
+            running = len(first) + len(site.qk_chunks)
             out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({running}, [{names('next_dv', site.v_chunks)}])", "dQ and dK still run")
             if values_wait(site):
                 out.line("mbarrier.arrive(do_empty.index(0), count=1)")
 
-            def await_dq(n: int) -> None:
-                found = dq_chunks(site)[n: n + 1] if in_turn(site) else dq_chunks(site)
-                left = running - 1 - n if in_turn(site) else running - nq
-                out.assign(names("dq", found), f"warpgroup_mma_wait({left}, [{names('next_dq', found)}])")
+            out.assign(names("dq", first), f"warpgroup_mma_wait({len(site.qk_chunks)}, [{names('next_dq', first)}])", "dK still runs")
 
-            await_dq(0)
-            add_dq(site, out, lambda text: read_late(site, text, WARPS), "0", await_dq)
+            def multiply(n: int) -> None:
+                """The second half, while the first leaves."""
+                _issue_dq(site, out, behind[n - 1])
+                out.assign(names("dq", behind[n - 1]), f"warpgroup_mma_wait(0, [{names('next_dq', behind[n - 1])}])")
+
+            add_dq(site, out, lambda text: read_late(site, text, WARPS), "0", multiply)
             out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
             out.line("mbarrier.arrive(rows_empty.index(slot), count=1)")
             if others:
@@ -99,6 +98,13 @@ def _shared_by(columns: str | int) -> str:
     """Layout of an accumulator of 64 rows whose columns two warpgroups share."""
     half = columns // 2 if isinstance(columns, int) else f"{columns} // 2"
     return f"gl.NVMMADistributedLayout([3, 0], [4, {WARPS // 4}], [16, {half}, 16])"
+
+
+def _issue_dq(site: Site, out: Writer, found) -> None:
+    for c in found:
+        k = f"k.slice({c.start}, {c.width}, 1)" if in_turn(site) else f"k{c.suffix}"
+        out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, '0', 'BLOCK_N')}.permute((1, 0)), {k}, "
+                                         f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
 
 
 def _store(site: Site, out: Writer) -> None:
