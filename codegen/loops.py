@@ -9,19 +9,26 @@ from .ranges import Bounds
 from .writer import HOIST, Writer
 
 
+AT_ONCE = "num_stages=1"
+"""Of a loop whose one product per accumulator adds weights times values, without a product of scores that it must wait for: copied ahead, Triton 3.6 and
+3.7 leave Hopper's products running while the next step overwrites the registers that hold their weights (`offline.is_outrun`)."""
+
+
 @dataclass(frozen=True)
 class Loop:
-    """A loop over tiles: its index, where it starts and ends, its step, and the first lines of its body."""
+    """A loop over tiles: its index, where it starts and ends, its step, and the first lines of its body. ahead: are tiles copied ahead (`AT_ONCE`)?"""
 
     index: str
     first: str
     last: str
     step: str = ""
     lines: tuple[str, ...] = ()
+    ahead: bool = True
 
     @property
     def head(self) -> str:
-        return f"for {self.index} in tl.range({self.first}, {self.last}{', ' * bool(self.step)}{self.step}, disable_licm=not {HOIST}):"
+        stages = "" if self.ahead else f"{AT_ONCE}, "
+        return f"for {self.index} in tl.range({self.first}, {self.last}{', ' * bool(self.step)}{self.step}, {stages}disable_licm=not {HOIST}):"
 
     def of_part(self, out: Writer) -> Loop:
         """The tiles of it that fall to this program where the second dimension of the grid counts parts of the keys: as many to each, but for the last."""

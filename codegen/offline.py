@@ -5,6 +5,7 @@ A module's host functions run on CPU tensors that nothing reads, while its kerne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -24,7 +25,8 @@ from .spilling import fitted, settled
 @dataclass(frozen=True)
 class Report:
     """One kernel: bytes of shared memory, registers of a thread, bytes spilled, whether asynchronous matrix products run one by one, whether a product's
-    operand is laid out by more elements than the product goes over (`is_shallow`), and options that it took in place of the plan's, which would have spilled."""
+    operand is laid out by more elements than the product goes over (`is_shallow`), whether a product's operand may be overwritten while it runs (`is_outrun`),
+    and options that it took in place of the plan's, which would have spilled."""
 
     kernel: str
     shared: int
@@ -32,6 +34,7 @@ class Report:
     spilled: int
     serialised: bool
     shallow: bool
+    outrun: bool
     instead: tuple[tuple[str, int | str], ...] = ()
 
 
@@ -63,8 +66,8 @@ class _Recorder:
 
             def spilled(more: dict[str, int | str]) -> int:
                 compiled = self.function.warmup(*fitted(self.function, args, more), grid=grid, **options | more)
-                found = Report(self.function.__name__, compiled.metadata.shared, *assembled(compiled, self.gpu), is_shallow(compiled.asm.get("ttgir", "")),
-                               tuple(more.items()))
+                found = Report(self.function.__name__, compiled.metadata.shared, *assembled(compiled, self.gpu),
+                               is_shallow(text := compiled.asm.get("ttgir", "")), is_outrun(text), tuple(more.items()))
                 built[found.instead] = found
                 return found.spilled
             self.found.append(built[tuple(settled(spilled, self.function, options).items())])
@@ -93,6 +96,19 @@ def is_shallow(text: str) -> bool:
     older = set(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = 2", text, re.M))
     operands = re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = (\d), parent = (#\w+), kWidth = (\d+)", text)
     return any(layout in older and 4 * int(width) > int(rows if operand == "1" else columns) for rows, columns, operand, layout, width in operands)
+
+
+def is_outrun(text: str) -> bool:
+    """Does a loop multiply from registers and never wait for all products? They may then still run, and read, when the next step's operand comes into the same
+    registers. Triton 3.6 and 3.7 let it happen where nothing else in the loop waits. text: as `is_shallow`; what warp-specialised kernels wait for they say themselves."""
+    lines = [] if "ttg.warp_specialize" in text else text.splitlines()
+    depth = lambda line: len(line) - len(line.lstrip())
+    for n, line in enumerate(lines):
+        if "scf.for " in line:
+            body = "\n".join(itertools.takewhile(lambda later: not later.strip() or depth(later) > depth(line), lines[n + 1:]))
+            if re.search(r"ttng\.warp_group_dot .*isAsync = true.*: tensor<", body) and "pendings = 0" not in body:
+                return True
+    return False
 
 
 @contextlib.contextmanager

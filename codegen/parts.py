@@ -90,6 +90,7 @@ class Site:
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
     stages: int = 2              # of the Hopper backward schedule: tiles of rows in shared memory
     aligned: bool = True         # strides of q, k, v and dO are multiples of 16 bytes
+    in_flight: bool = False      # matrix products run on while the program goes on (Hopper)
     parts: str = ""              # into how many parts the host splits the keys of a tile of rows; "" if one program reads them all
 
     @cached_property

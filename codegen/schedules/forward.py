@@ -152,7 +152,7 @@ def _average(site: Site, program: Program, out: Writer) -> None:
     spec = site.spec
     out.assign("empty", "(l == 0.0) & (i < M)")
     with out.block("if tl.max(empty.to(tl.int32)) > 0:", "rows that see no key average v"):
-        loop = Loop("j0", "0", "N", "BLOCK_N")
+        loop = Loop("j0", "0", "N", "BLOCK_N", ahead=not site.in_flight)
         loop = loop.of_part(out) if site.parts else loop
         with out.block(loop.head):
             out.assign("j", "j0 + cols")

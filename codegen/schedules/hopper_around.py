@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from ...spec import AttentionSpec
+from ..loops import AT_ONCE
 from ..parts import Site, arguments, base, decode, head_index, load_tile, matrix, pieces
 from ..philox import kept_scale
 from ..program import Program
@@ -59,7 +60,7 @@ def _sums(site: Site, program: Program, out: Writer) -> None:
     out.assign("l", "tl.zeros([BLOCK_M], tl.float32)")
     for c in site.v_chunks:
         out.assign(f"acc{c.suffix}", f"tl.zeros([BLOCK_M, {c.width}], tl.float32)")
-    with out.block("for j0 in tl.range(0, N, BLOCK_N):"):
+    with out.block(f"for j0 in tl.range(0, N, BLOCK_N, {AT_ONCE}):"):
         conditions = " & ".join(["empty[:, None]", *_averaged(site, program, out)])
         out.assign("p", f"tl.broadcast_to(tl.where({conditions}, 1.0, 0.0), BLOCK_M, BLOCK_N)")
         out.assign("l", "l + tl.sum(p, 1)")

@@ -72,12 +72,12 @@ def main() -> int:
     for point in args.points:
         for name, reports in grid_survey(point) if args.grid else random_survey(point, seeds, tiles) if args.random else survey(point, args.trained, tiles):
             for report, plan in reports:
-                found, wrong = found + 1, report.spilled or report.shallow or report.serialised
+                found, wrong = found + 1, report.spilled or report.shallow or report.outrun or report.serialised
                 bad += bool(wrong)
                 if wrong or args.all:
                     what = "" if plan is None else f"{plan.schedule} {plan.BLOCK_M}x{plan.BLOCK_N} {plan.num_warps} warps {plan.num_stages} stages"
                     print(f"{name} {report.kernel} {what}: {report.spilled} bytes, {report.registers} registers, {report.shared} shared"
-                          f"{', shallow' * report.shallow}{', products one by one' * report.serialised}{f', instead {dict(report.instead)}' if report.instead else ''}", flush=True)
+                          f"{', shallow' * report.shallow}{', outrun' * report.outrun}{', products one by one' * report.serialised}{f', instead {dict(report.instead)}' if report.instead else ''}", flush=True)
     print(f"{found} kernels, {bad} spill or wait")
     return bad > 0
 
