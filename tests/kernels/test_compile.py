@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashfx.bench.sweep import grid, job_needs
-from flashfx.codegen import philox, render
+from flashfx.codegen import loops, philox, render
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
 from flashfx.compat import interpreting
@@ -112,7 +112,9 @@ def test_wide_heads_of_uneven_pieces_build_without_spilling(arch, head, variant,
     (128, "documents", "gqa"), (128, "dropout", "self"), (128, "dropout", "gqa"), (128, "t5_table", "gqa"), (128, "padding", "self"),
     (128, "bool_mask", "gqa"), (128, "shared_bias", "self"), (128, "temperature", "self"), (128, "mean_left_padding", "self"), (128, "alibi", "self"),
     (128, "additive_left_padding", "self"), (96, "bias", "self"), (96, "dropout_padding", "self"), (64, "bias", "self"),
-    (64, "causal", "self"), (64, "bool_mask", "self")]))
+    (64, "causal", "self"), (64, "bool_mask", "self"), (256, "full", "self"), (256, "causal", "gqa"), (256, "documents", "gqa"), (256, "dropout", "self"),
+    (256, "bool_mask", "self"), (256, "ended_dropout", "self"), (256, "softcap", "gqa"), (256, "bias", "self"), (192, "dropout_padding", "gqa"), (192, "t5_table", "self"),
+    (160, "documents", "self"), (144, "causal", "gqa"), (208, "bias", "gqa")]))
 def test_the_hopper_backward_does_not_spill(head, variant, kind):
     """The worst of all variants; captured tensors get no gradient, so that this schedule takes every one."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1024, heads=4)
@@ -144,7 +146,8 @@ def test_hopper_forwards_of_lengths_that_no_tile_divides_do_not_spill(head, vari
     (128, "column_bias", "self"), (64, "causal", "self"), (64, "full", "self"), (64, "ended_dropout", "self"), (64, "ended_dropout", "gqa"),
     (64, "documents", "self"), (64, "dropout_padding", "self"), (64, "padded_bias", "gqa"), (64, "two_reads", "gqa"), (64, "global", "self"),
     (128, "padding", "gqa"), (128, "dropout_padding", "self"), (128, "dropout_padding", "gqa"), (128, "ended_dropout", "self"), (128, "padded_bias", "self"),
-    (128, "padded_bias", "gqa"), (128, "two_reads", "gqa"), (128, "padded_softcap", "gqa"), (40, "column_bias", "self"), (40, "full", "gqa"), (40, "bias", "self")]))
+    (128, "padded_bias", "gqa"), (128, "two_reads", "gqa"), (128, "padded_softcap", "gqa"), (40, "column_bias", "self"), (40, "full", "gqa"), (40, "bias", "self"),
+    (256, "causal", "self"), (256, "dropout_padding", "gqa"), (192, "full", "gqa"), (160, "two_reads", "self"), (256, "padding", "self")]))
 def test_hopper_backwards_of_lengths_that_no_tile_divides_do_not_spill(head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     report, plan = hopper_kernel("attention_backward_keys", s, p, (True,) * 3 + (False,) * len(s.aux))
@@ -324,6 +327,13 @@ def test_operands_that_are_too_wide_are_found(monkeypatch):
         found = compile_all(s, Problem((2, 4), 57, 57, 80, 80, "bfloat16", "bfloat16"), BY_ARCH["sm_90"], wrong=True)
     assert {report.kernel: report.shallow for report, _ in found if report.kernel != "attention_forward"} == {
         "attention_delta": False, "attention_backward_rows": False, "attention_backward_keys": True}
+
+
+def test_products_that_nothing_waits_for_are_found(monkeypatch):
+    """Rows that average v, with copies ahead: outputs were off by hundreds on an H200 (stress seed 70051)."""
+    monkeypatch.setattr(loops, "AT_ONCE", "num_stages=3")
+    with overridden(schedule="triton", forward=(64, 32, 4, 3)), pytest.raises(AssertionError, match="outrun=True"):
+        compile_all(spec(ALL["mean_left_padding"]), problem("self", 128, "float16", M=524), BY_ARCH["sm_90"], (False,) * 4)
 
 
 @pytest.mark.parametrize("name", thinned(name for name, text in FAMILIES.items() if text != "True"))
