@@ -20,7 +20,7 @@ attention[b, h, i, j]
   empty   nan
   drop    0.1
   out   = softmax_j(score) . v[b, h, j]"""
-RUNS = (("triton", 64), ("triton", 128), ("hopper", 64), ("hopper", 128))
+RUNS = (("triton", 64), ("triton", 128), ("hopper", 64), ("hopper", 128), ("hopper", 256))
 LENGTH = 300
 
 
