@@ -33,8 +33,8 @@ from .hopper_wide import accumulate_wide
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
 REGISTERS = {False: (240, 24), True: (232, 40)}
-"""Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, or heads up to 96
-without dropout leave some."""
+"""Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, heads up to 96
+without dropout leave some, or heads are above 128 (with 24 it spilled 28 bytes)."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies: more where it reads a mask
 by hand or copies much."""
