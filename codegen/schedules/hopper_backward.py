@@ -13,22 +13,20 @@ from ...expr import QK
 from ..captured import ends
 from ..gluon import Partition, WarpSpecialized
 from ..limits import padded
-from ..parts import Chunk, Site, count, tiles_name
-from ..philox import kept_scale
+from ..parts import Site, count, tiles_name
 from ..program import Program
 from ..reads import across
 from ..writer import Kernel, Writer
 from .common import Body, scaled
-from .ends import classify, ended
 from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arguments
-from .hopper_captured import left_out, reserve_tiles, store_ds, stored_arguments, stored_load, tile_arguments, tile_loads, tiles_from_rings
-from .hopper_dq import HALF, add_dq, ds_tile, finish_dq, frees_early, look, names, reserve_dq, sum_arguments, sum_dq, turns
+from .hopper_captured import reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
+from .hopper_dq import HALF, add_dq, ds_tile, names, reserve_dq, sum_arguments, sum_dq, turns
 from .hopper_keys import by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
-from .hopper_keys import is_wide, read_late, reserve_numbers, values_wait, row_at, sees_ends_late, slot_of_last, worked_out
-from .relative import beyond_ends, ends_arguments, flush_ends, reserve_ends, start_ends, store_ends, summed
+from .hopper_keys import has_single_do, is_wide, read_late, reserve_numbers, slot_of_last, worked_out
+from .relative import ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import last_of_tile
-from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads, rows_from_rings
-from .hopper_steps import WARPS, chain, copy_out, gradients, keep, scores_and_dp
+from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads
+from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, view_rows
 from .hopper_wide import accumulate_wide
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
@@ -60,7 +58,7 @@ def keys_kernel(site: Site) -> Kernel:
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
     reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
-    reserve(site, out, "do_ring", "dO", "1" if values_wait(site) else "STAGES", "BLOCK_M")
+    reserve(site, out, "do_ring", "dO", "1" if has_single_do(site) else "STAGES", "BLOCK_M")
     reserve(site, out, "k_tile", "K", halves * key_tiles(site), keys)
     reserve(site, out, "v_tile", "V", halves * key_tiles(site), keys)
     reserve_dq(site, out)
@@ -77,12 +75,9 @@ def keys_kernel(site: Site) -> Kernel:
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
     reserve_numbers(site, out)
     barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
-    rows_full, values_full = {"q_full": 2}, {"do_full": 1}
-    if values_wait(site):
-        barriers(out, 1, values_full | {"do_empty": 1})
-    else:
-        rows_full |= values_full
-    ring = rows_full | ({} if frees_late(site) else {"rows_empty": halves})
+    if has_single_do(site):
+        barriers(out, 1, {"do_full": 1, "do_empty": 1})
+    ring = {"q_full": 2} | ({} if has_single_do(site) else {"do_full": 1}) | ({} if frees_late(site) else {"rows_empty": halves})
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
     function, returns = locate(site, mine)
@@ -98,7 +93,8 @@ def keys_kernel(site: Site) -> Kernel:
     else:
         own, least = REGISTERS[reads or is_wide(site) or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
         accumulate = accumulate_wide if is_wide(site) else _accumulate
-        kernel.start([(accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *([(load_keys(site), [], 1, least)] if is_apart(site) else [])])
+        beside = [(load_keys(site), [], 1, least)] if is_apart(site) else []
+        kernel.start([(accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *beside])
     return kernel
 
 
@@ -120,30 +116,12 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
             out.line(f"{name}_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [{WARPS}, 1], [16, {c.width}, 16])")
     for c in site.qk_chunks:  # BLOCK_M rows are one warpgroup's: the other takes half of the columns
         out.line(f"dq_layout{c.suffix}: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, {WARPS // 4}], [16, {c.width // (WARPS // 4)}, 16])")
-    out.line("keywise: gl.constexpr = gl.SliceLayout(1, scores)")
-    out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
-    out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
-    out.assign("zeros", "gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)")
+    number_rows(out)
     place = unknown_zero(site, "told") or "0"
     with tiles(out, WARPS):
-        out.assign("key0", "j0")
-        out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
-        last_of_tile(site, out, "i", "key0", "BLOCK_N")
-        program = Program(spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
-        keys_from_rings(site, program)
-        body = Body(site, program, transposed=True)
-        for c in site.qk_chunks:
-            out.assign(f"dk{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dk_layout{c.suffix})")
-            out.assign(f"k{c.suffix}", tile_view("k_tile", c, "kv", "BLOCK_N"))
-        for c in site.v_chunks:
-            out.assign(f"v{c.suffix}", tile_view("v_tile", c, "kv", "BLOCK_N"))
-            out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
-        start_ends(site, out, "gl.zeros([BLOCK_N], gl.float32, keywise)")
+        body = start_tile(site, out, others)
         with turns(site, out):
-            for c in site.qk_chunks:
-                out.assign(f"q{c.suffix}", tile_view("q_ring", c, "slot", "BLOCK_M"))
-            for c in site.v_chunks:
-                out.assign(f"do{c.suffix}", tile_view("do_ring", c, "slot", "BLOCK_M"))
+            view_rows(site, out)
             scores_and_dp(site, body, out)
             weights(site, body, out, partial, "BLOCK_N", WARPS)
             for c in site.v_chunks:
@@ -151,15 +129,8 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
                 out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
             out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
             score_gradient(site, body, out, partial)
-            out.line(f"{ds_tile(site, place, 'BLOCK_N')}.store(ds)")
-            out.line("fence_async_shared()")
-            if frees_early(site):
-                out.line("tma.store_wait(0)", "dQ of the step before has left its place")
-            out.line("barrier()")
-            store_ds(site, out, [("j0", place)])
-            for c in site.qk_chunks:
-                out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, place, 'BLOCK_N')}.permute((1, 0)), k{c.suffix}, "
-                                                 f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
+            publish_ds(site, out, place)
+            issue_dq(site, out, site.qk_chunks, place)
             out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])", "dQ still runs")
             for c in site.qk_chunks:
                 out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
@@ -170,19 +141,11 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
             out.line("mbarrier.arrive(rows_empty.index(slot), count=1)")
             if others:
                 flush_ends(site, out, "tile", "gl.zeros([BLOCK_N], gl.float32, keywise)")
-        keys_at(site, out, WARPS)
-        if not others:
-            store_ends(site, out, "tile")
-        finish_dq(site, out)
+        end_rows(site, out, others)
         if through_dq(site):
             _store_through_dq(site, out)
         else:
-            out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
-            keep(site, out, "kv", "BLOCK_N")
-            out.line("barrier()")
-            copy_out(site, out, "j0", "kv")
-            out.line("tma.store_wait(0)")
-            out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
+            store_in_place(site, out)
     out.line("tma.store_wait(0)")
     return consumer
 

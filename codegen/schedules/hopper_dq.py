@@ -56,26 +56,31 @@ def _by_rows(site: Site, c: Chunk, tile: str) -> str:
 
 
 def _eights(site: Site, c: Chunk) -> tuple[int, int]:
-    """Warpgroups that share the columns of a piece, and how often each has eight of them."""
+    """Warpgroups that share the columns of a piece, half by half where it is multiplied so, and how often each has eight of them."""
     groups = 1 if is_split(site) else 2 * -(-c.width // HALF_WIDTH)
     return groups, c.width // (8 * groups)
 
 
 def dq_chunks(site: Site) -> tuple[Chunk, ...]:
-    """The pieces in which dQ is multiplied: those of a head, but 256 columns in two halves, for which there is one place (`in_turn`)."""
-    if not in_turn(site):
+    """The pieces in which dQ is multiplied: those of a head, but 256 columns in two halves, for which there is one place (`is_halved`)."""
+    if not is_halved(site):
         return tuple(site.qk_chunks)
     return tuple(Chunk(str(n), n * HALF_WIDTH, HALF_WIDTH, False) for n in range(2))
 
 
-def in_turn(site: Site) -> bool:
+def is_halved(site: Site) -> bool:
     """Do the halves of dQ go through one place in shared memory, one after the other?"""
     return site.qk_chunks[0].width > HALF_WIDTH
 
 
+def dq_rounds(site: Site) -> list[tuple[Chunk, ...]]:
+    """Which of them are multiplied and added together, in their order."""
+    return [(c,) for c in dq_chunks(site)] if is_halved(site) else [dq_chunks(site)]
+
+
 def dq_places(site: Site) -> tuple[Chunk, ...]:
     """The pieces that have a place and a tensor map of their own."""
-    return (Chunk("", 0, HALF_WIDTH, False),) if in_turn(site) else tuple(site.qk_chunks)
+    return (Chunk("", 0, HALF_WIDTH, False),) if is_halved(site) else tuple(site.qk_chunks)
 
 
 def _position(site: Site, c: Chunk) -> str:
@@ -154,8 +159,8 @@ def frees_early(site: Site) -> bool:
     return not (is_split(site) or site.ordered or stored_load(site))
 
 
-def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, place: str = "0", awaited: Callable[[int], None] = lambda n: None) -> None:
-    """coordinates: rewrites those of the tile. place: 0, in shared memory. awaited: waits for the product of a half behind the first (`in_turn`)."""
+def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, place: str = "0", multiply: Callable[[tuple[Chunk, ...]], None] | None = None) -> None:
+    """coordinates: rewrites those of the tile. place: 0, in shared memory. multiply: starts the product of a later round and waits for it (`dq_rounds`)."""
     if not frees_early(site):
         if site.ordered:
             out.assign("added", ADDED, "dQ of the step before is in memory")
@@ -163,13 +168,12 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, pla
             out.line("tma.store_wait(0)", "dQ of the step before has left its place")
         out.line("barrier()")
     pass_on(site, out, "is_first == 0")
-    found = [[c] for c in dq_chunks(site)] if in_turn(site) else [dq_chunks(site)]
-    for n, together in enumerate(found):
+    at = lambda c: "" if is_halved(site) else c.suffix
+    for n, together in enumerate(dq_rounds(site)):
         if n:
-            awaited(n)
+            multiply(together)
             out.line("tma.store_wait(0)", "the half before has left its place")
             out.line("barrier()")
-        at = lambda c: "" if in_turn(site) else c.suffix
         for c in together:
             ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
             out.line(f"dq_tile{at(c)}.index({place}).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")

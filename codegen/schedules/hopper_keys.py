@@ -40,14 +40,14 @@ def is_wide(site: Site) -> bool:
     return max(site.D, site.Dv) > 128
 
 
-def values_wait(site: Site) -> bool:
+def has_single_do(site: Site) -> bool:
     """Is there shared memory for one tile of dO alone, whatever the stages?"""
     return padded(site.D) + padded(site.Dv) > 384
 
 
 def do_place(site: Site) -> tuple[str, str]:
     """Place of a step's dO, and phase."""
-    return ("0", "at & 1") if values_wait(site) else ("slot", "phase")
+    return ("0", "at & 1") if has_single_do(site) else ("slot", "phase")
 
 
 def frees_late(site: Site) -> bool:

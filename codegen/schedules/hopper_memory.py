@@ -107,8 +107,8 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     split = _is_split(problem)
     late = split and stages > 2  # `hopper_keys.frees_late`
     keys = 2 if split else 1  # tiles of them
-    wide, waits = max(problem.D, problem.Dv) > 128, sum(q) + sum(v) > 384  # `hopper_keys.is_wide` and `values_wait`
-    found = _tiles(stages, m, q) + _tiles(1 if waits else stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * min(w, 128) * 4, 1024) for w in q]
+    wide, single = _is_wide(problem), _has_single_do(problem)
+    found = _tiles(stages, m, q) + _tiles(1 if single else stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * min(w, 128) * 4, 1024) for w in q]
     found += [((stages if split else 1) * 2 * m * n, 1024)] * (1 + wide) + _captured_tiles(spec, m, n, stages, tiled)
     if not is_counted(spec):
         rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
@@ -118,8 +118,8 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
     found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
     apart = _is_apart(spec, problem, tiled, listed)
-    found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 3 - waits)
-    found += [(BARRIER, 16)] * (2 * waits)
+    found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 3 - single)
+    found += [(BARRIER, 16)] * (2 * single)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     told = keys * (4 + len(spec.axes) - len(others) + (not split and spec.dropout > 0)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
     found += [(NUMBER * number, 16) for number in told]
@@ -131,10 +131,20 @@ def _is_split(problem: Problem) -> bool:
     return max(problem.D, problem.Dv) <= 64
 
 
+def _is_wide(problem: Problem) -> bool:
+    """As `hopper_keys.is_wide`."""
+    return max(problem.D, problem.Dv) > 128
+
+
+def _has_single_do(problem: Problem) -> bool:
+    """As `hopper_keys.has_single_do`."""
+    return sum(_pieces(problem.D)) + sum(_pieces(problem.Dv)) > 384
+
+
 def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:
     """As `hopper_keys.is_apart`."""
     pieces = len(_pieces(problem.D)) + len(_pieces(problem.Dv))
-    return not _is_split(problem) and (pieces > 2 or max(problem.D, problem.Dv) > 128 or bool(tiled or spec.dropout if listed or spec.visible.loads else _at(spec, "j")))
+    return not _is_split(problem) and (pieces > 2 or _is_wide(problem) or bool(tiled or spec.dropout if listed or spec.visible.loads else _at(spec, "j")))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,7 +255,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
     total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 - late if split else 5 + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
-    total += _buffer(2) * (sum(_pieces(problem.D)) + sum(_pieces(problem.Dv)) > 384)
+    total += _buffer(2) * _has_single_do(problem)
     total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
     total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (listed or averages(spec))
     ends = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))

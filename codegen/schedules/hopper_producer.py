@@ -16,7 +16,7 @@ from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, tile_start
 from .hopper_keys import HALF, NEXT, await_place, each_tile, each_tile_ahead, end_step, frees_late, is_apart, partial_tiles, read_vectors, rows_told, slot_and_phase
-from .hopper_keys import do_place, slot_of, takes_turns, tell, tell_keys, values_wait
+from .hopper_keys import do_place, slot_of, takes_turns, tell, tell_keys, has_single_do
 
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
@@ -152,7 +152,7 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
         out.line(f"{name}.index(slot).store({value})")
     out.line("mbarrier.arrive(q_full.index(slot), count=1)")
     place, phase = do_place(site)
-    if values_wait(site):
+    if has_single_do(site):
         out.line(f"mbarrier.wait(do_empty.index(0), {phase} ^ 1)")
     read_by_tma(site, out, "dO", "i0", "BLOCK_M", f"do_full.index({place})", "do_ring", place)
 

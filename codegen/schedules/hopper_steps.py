@@ -9,11 +9,12 @@ from ..writer import Writer
 from .common import Body, scaled
 from .ends import classify, ended
 from .hopper import position, tile_view
-from .hopper_captured import left_out, tiles_from_rings
-from .hopper_dq import look
-from .hopper_keys import do_place, is_split, row_at, sees_ends_late
+from .hopper_captured import left_out, store_ds, tiles_from_rings
+from .hopper_dq import ds_tile, finish_dq, frees_early, is_halved, look
+from .hopper_keys import do_place, is_split, keys_at, keys_from_rings, row_at, sees_ends_late
 from .hopper_producer import rows_from_rings
-from .relative import beyond_ends, summed
+from .hopper_vectors import last_of_tile
+from .relative import beyond_ends, start_ends, store_ends, summed
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of keys."""
@@ -85,3 +86,71 @@ def copy_out(site: Site, out: Writer, first: str, index: str) -> None:
         out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
 
 
+def store_in_place(site: Site, out: Writer) -> None:
+    """The end of a tile of keys: dV and dK leave by the place of V and K."""
+    out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
+    keep(site, out, "kv", "BLOCK_N")
+    out.line("barrier()")
+    copy_out(site, out, "j0", "kv")
+    out.line("tma.store_wait(0)")
+    out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
+
+
+# ------------------------------------------------------------------------------- of two warpgroups that multiply together
+
+def number_rows(out: Writer) -> None:
+    """Ahead of all tiles, behind the layout of the scores."""
+    out.line("keywise: gl.constexpr = gl.SliceLayout(1, scores)")
+    out.line("rowwise: gl.constexpr = gl.SliceLayout(0, scores)")
+    out.assign("rows", "gl.arange(0, BLOCK_M, rowwise)")
+    out.assign("zeros", "gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)")
+
+
+def start_tile(site: Site, out: Writer, others) -> Body:
+    """Begin a tile of keys: accumulators, where the keys are, and the program of its steps."""
+    out.assign("key0", "j0")
+    out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
+    last_of_tile(site, out, "i", "key0", "BLOCK_N")
+    program = Program(site.spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
+    keys_from_rings(site, program)
+    for c in site.qk_chunks:
+        out.assign(f"dk{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dk_layout{c.suffix})")
+        out.assign(f"k{c.suffix}", tile_view("k_tile", c, "kv", "BLOCK_N"))
+    for c in site.v_chunks:
+        out.assign(f"v{c.suffix}", tile_view("v_tile", c, "kv", "BLOCK_N"))
+        out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
+    start_ends(site, out, "gl.zeros([BLOCK_N], gl.float32, keywise)")
+    return Body(site, program, transposed=True)
+
+
+def view_rows(site: Site, out: Writer) -> None:
+    """Where a step's q and dO are."""
+    for letter, place, found in (("q", "slot", site.qk_chunks), ("do", do_place(site)[0], site.v_chunks)):
+        for c in found:
+            out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_ring", c, place, "BLOCK_M"))
+
+
+def publish_ds(site: Site, out: Writer, place: str) -> None:
+    """dS^T into shared memory, for all warps."""
+    out.line(f"{ds_tile(site, place, 'BLOCK_N')}.store(ds)")
+    out.line("fence_async_shared()")
+    if frees_early(site):
+        out.line("tma.store_wait(0)", "dQ of the step before has left its place")
+    out.line("barrier()")
+    store_ds(site, out, [("j0", place)])
+
+
+def issue_dq(site: Site, out: Writer, found, place: str) -> None:
+    """Start dQ = dS K for some of its pieces."""
+    for c in found:
+        k = f"k.slice({c.start}, {c.width}, 1)" if is_halved(site) else f"k{c.suffix}"
+        out.assign(f"next_dq{c.suffix}", f"warpgroup_mma({ds_tile(site, place, 'BLOCK_N')}.permute((1, 0)), {k}, "
+                                         f"gl.zeros([BLOCK_M, {c.width}], gl.float32, dq_layout{c.suffix}), use_acc=False, is_async=True)")
+
+
+def end_rows(site: Site, out: Writer, others) -> None:
+    """Behind the loop over steps: sums beyond the ends of tables, and the last of dQ."""
+    keys_at(site, out, WARPS)
+    if not others:
+        store_ends(site, out, "tile")
+    finish_dq(site, out)
