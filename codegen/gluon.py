@@ -11,6 +11,7 @@ from typing import Iterable, Mapping, Sequence
 
 from .philox import ROUNDS
 from .program import HELPERS, NATIVE_TANH
+from .running import RUNNING
 from .tickets import TICKETS
 from .turns import TURNS
 from .within import WITHIN
@@ -190,75 +191,6 @@ def in_gluon(text: str) -> str:
     for name in (*HELPERS, "sigmoid"):
         text = re.sub(rf"(?<![\w.]){name}\(", f"gluon_{name}(", text)
     return re.sub(r"\btl\.", "gl.", text)
-
-
-RUNNING = '''@gluon.constexpr_function
-def threads_of(ROWS):
-    """Layout of a number of each thread for each of its rows: four threads of a warp share a row of an accumulator."""
-    return gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16 << n, 0] for n in range((ROWS // 16).bit_length() - 1)], [], [ROWS, 4])
-
-
-@gluon.jit
-def own_max(tile):
-    """Each thread's greatest element of each of its rows."""
-    found = gl.max(gl.max(tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(found, threads_of(tile.shape[0]))
-
-
-@gluon.jit
-def own_sum(tile):
-    """Each thread's sum of what it has of each of its rows."""
-    found = gl.sum(gl.sum(tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(found, threads_of(tile.shape[0]))
-
-
-@gluon.jit
-def across(own, tile):
-    """Each thread's number of a row for all that it has of the row in a tile."""
-    four: gl.constexpr = tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2]).type.layout
-    own = gl.convert_layout(own, gl.SliceLayout(1, gl.SliceLayout(3, four)))[:, None, :, None]
-    spread = own + gl.zeros([tile.shape[0], tile.shape[1] // 8, 4, 2], own.dtype, four)
-    return gl.convert_layout(spread.reshape(tile.shape), tile.type.layout)
-
-
-@gluon.jit
-def raised(m, top, FACTOR: gl.constexpr, LAG: gl.constexpr):
-    """The maximum m that a row's weights exp2((score - m) * FACTOR) are taken from, or its greatest score where one exceeds m by more than LAG;
-    the factor of what was summed up from m; does any row of the warp have one but 1? If none, nothing is worked out. top: of `own_max`."""
-    text: gl.constexpr = """{
-        .reg .pred p, q; .reg .f32 a, b, t;
-        mov.f32 $0, $6; mov.f32 $1, $7; mov.f32 $2, 0f3F800000; mov.f32 $3, 0f3F800000;
-        sub.f32 a, $8, $6; sub.f32 b, $9, $7; setp.gt.f32 p, a, $10; setp.gt.or.f32 p, b, $10, p;
-        vote.sync.any.pred q, p, -1; selp.b32 $4, 1, 0, q; mov.b32 $5, $4; @!q bra.uni DONE;
-        shfl.sync.bfly.b32 t, $8, 1, 31, -1; max.f32 a, $8, t; shfl.sync.bfly.b32 t, a, 2, 31, -1; max.f32 a, a, t;
-        shfl.sync.bfly.b32 t, $9, 1, 31, -1; max.f32 b, $9, t; shfl.sync.bfly.b32 t, b, 2, 31, -1; max.f32 b, b, t;
-        sub.f32 t, a, $6; setp.gt.f32 p, t, $10; selp.f32 $0, a, $6, p; mul.f32 t, t, $12; ex2.approx.ftz.f32 t, t; selp.f32 $2, t, $2, p;
-        sub.f32 t, b, $7; setp.gt.f32 p, t, $10; selp.f32 $1, b, $7, p; mul.f32 t, t, $12; ex2.approx.ftz.f32 t, t; selp.f32 $3, t, $3, p;
-        DONE: }"""
-    kinds: gl.constexpr = (gl.float32, gl.float32, gl.int32)
-    given = [m, top, gl.full_like(m, LAG), gl.full_like(m, -FACTOR)]
-    return gl.inline_asm_elementwise(text, "=&f,=&f,=&f,=&f,=&r,=&r,f,f,f,f,f,f,f,f", given, kinds, is_pure=False, pack=2)
-
-
-@gluon.constexpr_function
-def rescale_text(COUNT):
-    lines = lambda form: " ".join(form.format(n, COUNT + n, 2 * COUNT + n) for n in range(COUNT))
-    skip = f"setp.eq.s32 p, ${3 * COUNT}, 0; @p bra.uni DONE;"
-    return "{ .reg .pred p; " + lines("mov.f32 ${0}, ${1};") + skip + lines("mul.f32 ${0}, ${0}, ${2};") + " DONE: }"
-
-
-@gluon.constexpr_function
-def rescale_operands(COUNT):
-    return ",".join(["=&f"] * COUNT + ["f"] * 2 * COUNT + ["r"] * COUNT)
-
-
-@gluon.jit
-def rescaled(acc, alpha, grown):
-    """Each row times its factor alpha. Warps whose rows all have a factor of 1 (`raised`) go past the products."""
-    COUNT: gl.constexpr = min(32, acc.shape[1] // 2)
-    text: gl.constexpr = rescale_text(COUNT)
-    operands: gl.constexpr = rescale_operands(COUNT)
-    return gl.inline_asm_elementwise(text, operands, [acc, across(alpha, acc), across(grown, acc)], gl.float32, is_pure=True, pack=COUNT)'''
 
 
 LATE = '''@gluon.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ...expr import Const, Var
 from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import Chunk, Site, count, extent, local, matrix, pieces
+from ..parts import LOG2E, Chunk, Site, count, extent, local, matrix, pieces
 from ..philox import kept_scale
 from ..program import Program
 from ..reads import across
@@ -16,7 +16,7 @@ from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_locate import descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
-from .hopper_softmax import across_threads, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, weight_unit, weights
+from .hopper_softmax import across_threads, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weight_unit, weights
 from .hopper_turns import begin_turn, end_turn, in_turn
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
@@ -70,7 +70,7 @@ def forward_kernel(site: Site) -> Kernel:
 
 def _reads_again(site: Site) -> bool:
     """Does a warpgroup read again behind the loop where its tile is? That loop lacks registers for it."""
-    return is_told(site) and (site.spec.dropout > 0 or len(site.v_chunks) > 1 or site.Dv > 192)
+    return is_told(site) and (site.spec.dropout > 0 or len(site.v_chunks) > 1 or site.Dv > 192 or speculates(site))
 
 
 def _staged(site: Site) -> list[tuple[Chunk, str, str]]:
@@ -277,6 +277,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
             out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
             out.assign("own", "own + (z >> 31)", "0, which nothing knows ahead of the loop: an address is made of it")
+        elif speculates(site):
+            out.assign("i", f"late(i0, z) + gl.arange(0, {ROWS}, rowwise)", "again: no register kept it")
         _finish(site, out)
         if not several:
             out.line("tma.store_wait(0)")
@@ -366,7 +368,7 @@ def _finish(site: Site, out: Writer) -> None:
         out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
     else:
         out.assign("scale", f"{scale} / l")
-    lse = "tl.log(l)" if is_bounded(site) else f"m * {site.factor!r} + tl.log(l)"
+    lse = "tl.log(l)" if is_bounded(site) else f"m * {1 / LOG2E if speculates(site) else site.factor!r} + tl.log(l)"
     M = "late(M, z)" if _reads_again(site) else "M"  # its sign too would be kept from before all partitions
     out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * {M} + i, {lse}, mask=i < M)")
     for n, c in enumerate(site.v_chunks):

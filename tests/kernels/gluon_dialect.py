@@ -180,6 +180,15 @@ def raised(m, top, FACTOR, LAG):
     return torch.where(grown, top, m), torch.where(grown, torch.exp2((m - top) * FACTOR), 1.0), grown
 
 
+def weighed(scores, m, FACTOR):
+    """Of a row at a time, where a GPU's warp renews the maxima of sixteen."""
+    highest = torch.maximum(m, (scores * FACTOR).amax(1, keepdim=True))
+    grown = (by_thread(torch.exp2(scores * FACTOR - across(m, scores))).sum((1, 3)) > 256).any(1, keepdim=True) | (m == -torch.inf)
+    renewed = torch.where(grown, highest, m)
+    p = torch.exp2(scores * FACTOR - across(torch.where(renewed == -torch.inf, 0.0, renewed), scores))
+    return p, by_thread(p).sum((1, 3)), renewed, torch.where(grown & (renewed > -torch.inf), torch.exp2(m - renewed), 1.0), grown
+
+
 def within(tile, start, stop, HIDDEN):
     columns = torch.arange(tile.shape[1])
     return torch.where((columns >= (0 if start is None else scalar(start))) & (columns < scalar(stop)), tile, HIDDEN)
@@ -214,7 +223,7 @@ OVERRIDES = dict(within=within, await_turn=await_turn, pass_turn=pass_turn, take
                  random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
-                 is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised,
+                 is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised, weighed=weighed,
                  own_max=lambda tile: by_thread(tile).amax((1, 3)), own_sum=lambda tile: by_thread(tile).sum((1, 3)), across=across,
                  rescaled=lambda acc, alpha, grown: acc * across(alpha, acc),
                  kept_half=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p * 2.0 ** (-7 * (p.dtype == torch.bfloat16)), 0.0), positive=lambda x, DTYPE: x.clamp(min=0.0).to(DTYPE))
