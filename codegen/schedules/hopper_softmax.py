@@ -1,7 +1,7 @@
 """The softmax of the Hopper forward kernel, between its products: score, mask, running maximum and sum, dropout (FlashAttention-2, section 3.1)."""
 from __future__ import annotations
 
-from ...expr import QK
+from ...expr import QK, Call, walk
 from ..factors import span
 from ..parts import LOG2E, Site
 from ..philox import threshold
@@ -36,7 +36,13 @@ def speculates(site: Site) -> bool:
     H200, N = 4k, full and causal, beside `lags` or, at 80 and 96, neither: 80 4 and 11 % faster, 96 12 and 8, 128 9 and 7, 160 5 and -2, 192 3 and 7, 256 3 and 2. Scores and
     weights of a tile take registers side by side: three warpgroups have none for it (head size 64: 40 % slower). Not measured where the score has steps of its own.
     """
-    return site.warpgroups == 2 and max(site.D, site.Dv) > 64 and site.raw == QK and _is_bare(site)
+    return site.warpgroups == 2 and max(site.D, site.Dv) > 64 and site.raw == QK and _is_bare(site) and _asks_little(site)
+
+
+def _asks_little(site: Site) -> bool:
+    """Does the mask leave each row an interval, or compare a key's own index twice at most? More spilled 32 to 248 bytes, beside scores and weights of 128 keys."""
+    asked = [e.op for e in walk(site.spec.visible) if isinstance(e, Call) and "j" in e.variables]
+    return not site.spec.is_masked or leaves_intervals(site) or len(asked) <= 3 and {*asked} <= {"le", "lt", "ge", "gt", "and", "or"}
 
 
 def _is_bare(site: Site) -> bool:
