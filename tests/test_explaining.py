@@ -17,6 +17,8 @@ from flashfx.commands import app
 from flashfx.errors import FlashFXError
 from flashfx.targets import tensor
 
+from .thinning import thinned
+
 ROOT = Path(__file__).parent.parent
 MODULE = '''
 import torch
@@ -115,7 +117,7 @@ def test_shapes(text, shape):
             tensor(bad, "bf16")
 
 
-@pytest.mark.parametrize("model", ["gpt2", "gemma2", "t5", "clip", "whisper"])
+@pytest.mark.parametrize("model", thinned(["gpt2", "gemma2", "t5", "clip", "whisper"], 3))
 def test_huggingface_models_need_no_memory(model, tmp_path):
     pytest.importorskip("transformers")
     page = tmp_path / "page.html"

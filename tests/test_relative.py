@@ -1,6 +1,7 @@
 """Relative position tables: what is gathered at a function of j - i is gathered M + N - 1 times, with the very same calls."""
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from .test_backend import agree
+from .thinning import thinned
 
 HEADS, BUCKETS = 3, 12
 
@@ -72,10 +74,7 @@ def pairs(seen, M, N) -> list:
     return found
 
 
-@pytest.mark.parametrize("bucket", [both_ways, one_way, clipped])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("past", [0, 7])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("bucket, dynamic, past, sign", thinned(itertools.product([both_ways, one_way, clipped], [False, True], [0, 7], [1, -1]), 5))
 def test_buckets(bucket, dynamic, past, sign):
     seen = agree(attention(bucket, past, sign), *operands(), dynamic=dynamic)
     assert LINE in str(seen.regions[0].spec)

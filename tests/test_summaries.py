@@ -1,6 +1,8 @@
 """Masks that only the data decides, through torch.compile: one summary per mask, in every mode, and results that do not depend on it."""
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import fx
@@ -14,6 +16,7 @@ from flashfx.spec import AttentionSpec
 
 from .budget import assert_within
 from .capture import rand
+from .thinning import thinned
 
 MIN = torch.finfo(torch.float32).min
 
@@ -97,9 +100,7 @@ def check(fn, compiled, args):
             assert_within(a, b, c, scale)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name, inner, dynamic", thinned(itertools.product(CASES, ["eager", "aot_eager", "inductor"], [False, True]), 5))
 def test_training(name, inner, dynamic):
     fn, mask = CASES[name]
     check(fn, torch.compile(fn, backend="flashfx", dynamic=dynamic, options={"inner": inner}), (*operands(), mask))

@@ -4,6 +4,7 @@ Eval without gradients is the layer that is one op of PyTorch's (`torch._transfo
 """
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import flashfx.backend  # noqa: F401  Dynamo then traces the layers in one graph
 
 from .capture import Counting, capture, compare, rand
+from .thinning import thinned
 
 B, M, N, WIDTH, HEADS = 2, 6, 9, 8, 2
 OPTIONS = dict(dim_feedforward=12, dropout=0.0)
@@ -69,9 +71,8 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("mode, batch_first, norm_first", [
-    ("training", True, False), ("training", False, True), ("eval", True, True), ("eval without gradients", True, False), ("eval without gradients", True, True)])
+@pytest.mark.parametrize("masks, mode, batch_first, norm_first", thinned(((masks, *how) for masks, how in itertools.product(MASKS, [
+    ("training", True, False), ("training", False, True), ("eval", True, True), ("eval without gradients", True, False), ("eval without gradients", True, True)])), 3))
 def test_encoder(masks, mode, batch_first, norm_first):
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=batch_first, norm_first=norm_first, **OPTIONS)
     model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
@@ -97,9 +98,8 @@ def test_rows_that_see_nothing_are_nan_in_the_op():
     assert [r.fused for r in regions] == [True] and "empty   nan" in str(regions[0].spec)
 
 
-@pytest.mark.parametrize("masks", ("float", "causal hint", "bool and padding"))
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("batch_first, norm_first", [(True, True), (False, False)])
+@pytest.mark.parametrize("masks, mode, batch_first, norm_first", thinned((
+    (masks, mode, both, both) for masks, mode, both in itertools.product(("float", "causal hint", "bool and padding"), MODES, (True, False))), 5))
 def test_decoder(masks, mode, batch_first, norm_first):
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS, batch_first=batch_first, norm_first=norm_first, **OPTIONS)
     given = {{"mask": "tgt_mask", "is_causal": "tgt_is_causal"}.get(k, "tgt_key_padding_mask"): m for k, m in MASKS[masks](M).items()}

@@ -15,6 +15,7 @@ from flashfx.codegen.selfcheck import check, inputs
 from flashfx.region import Problem
 from flashfx.spec import AttentionSpec, EmptyRow
 
+from ..thinning import thinned
 from .cases import CORE, KINDS, MORE, Variant, problem, spec
 from .run import lse_gradient, run
 from .test_families import FAMILIES, spec as family, tensors
@@ -34,23 +35,21 @@ def product() -> list[tuple[str, str, str, int, int]]:
     return [(v, kind, dtype, HEADS[n % 5], (37, 45, 21)[n // 5 % 3]) for n, (v, kind, dtype) in enumerate(points)]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", product())
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(product(), 4))
 def test_product(variant, kind, dtype, head, length):
     with overridden(**TILES[(head + length) % 3]):
         run(spec(CORE[variant], kind), problem(kind, head, dtype, M=length, batch=1)).within_budget()
 
 
-@pytest.mark.parametrize("variant, kind, dtype", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(MORE)])
+@pytest.mark.parametrize("variant, kind, dtype", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(MORE)], 4))
 def test_more(variant, kind, dtype):
     with overridden(**TILES[len(variant) % 3]):
         run(spec(MORE[variant], kind), problem(kind, 24, dtype, batch=1 + (kind != "gqa"))).within_budget()
 
 
-@pytest.mark.parametrize("empty", ["nan", "zero", "mean", "mean, additive", "mean, additive over j <= i + 9"])
-@pytest.mark.parametrize("drop", ["", "0.3"])
+@pytest.mark.parametrize("empty, drop", thinned(itertools.product(["nan", "zero", "mean", "mean, additive", "mean, additive over j <= i + 9"], ["", "0.3"]), 3))
 def test_more_empty_rows(empty, drop):
     """Rows without a visible key, in tiles with others and in tiles of their own, by each contract."""
-    from dataclasses import replace
     variant = replace(MORE["mean_left_padding"], empty=empty, drop=drop)
     p = problem("self", 16, "float32")
     q, k, v, (pad,), seed, sizes = inputs(spec(variant), p)
@@ -118,14 +117,14 @@ WIDE = (dict(forward=(64, 32, 4, 1), keys=(32, 64, 4, 1), rows=(64, 32, 4, 1), d
 LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, length", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], (290, 256)[n % 2]) for n, v in enumerate(LISTED)])
+@pytest.mark.parametrize("variant, kind, dtype, length", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], (290, 256)[n % 2]) for n, v in enumerate(LISTED)], 3))
 def test_listed(variant, kind, dtype, length):
     """Tiles from lists of blocks of 128 x 128 and 64 x 128: with tails, and with lengths that every tile divides (no bounds checks)."""
     with overridden(**WIDE[length == 256]):
         run(spec({**CORE, **MORE}[variant], kind), problem(kind, 16, dtype, M=length, heads=1, batch=1 + (kind == "self")), listed=True).within_budget()
 
 
-@pytest.mark.parametrize("empty", ["nan", "zero", "mean", "mean, additive", "mean, additive over j <= i + 9"])
+@pytest.mark.parametrize("empty", thinned(["nan", "zero", "mean", "mean, additive", "mean, additive over j <= i + 9"], 2))
 def test_listed_empty_rows(empty):
     """Rows that average v read every tile, whatever the lists hide."""
     from dataclasses import replace
@@ -145,7 +144,7 @@ BANDS = {
 }
 
 
-@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("band", thinned(BANDS, 3))
 def test_listed_beside_closed_forms(band):
     """The closed form cuts the first and last listed block; gaps between listed blocks stay gaps. Some ids repeat later on."""
     from dataclasses import replace
@@ -160,7 +159,7 @@ def test_listed_beside_closed_forms(band):
 ENDS = {"both sides": (0.3, 0.6), "below": (0.45, 1.0), "above": (0.0, 0.5), "none": (0.0, 1.0), "everything": (1.0, 0.0), "one place": (0.4, 0.4)}
 
 
-@pytest.mark.parametrize("n, where", list(enumerate(ENDS)))
+@pytest.mark.parametrize("n, where", thinned(enumerate(ENDS), 2))
 def test_more_ends_of_a_table(n, where):
     """Tiles beyond the ends read one number, and the kernel over keys adds up their gradient; tiles of all kernels differ in size."""
     kind, M, N = (("self", 70, 70), ("gqa", 45, 64), ("cross", 96, 37))[n % 3]
@@ -172,7 +171,7 @@ def test_more_ends_of_a_table(n, where):
         run(s, p, operands=(q, k, v, [ends, rel], seed, sizes)).within_budget()
 
 
-@pytest.mark.parametrize("variant", LISTED)
+@pytest.mark.parametrize("variant", thinned(LISTED, 3))
 def test_listed_kinds(variant):
     """The generated summary kernel against the mask evaluated in PyTorch, on random captured tensors and on sorted large ids."""
     s = spec({**CORE, **MORE}[variant])
@@ -188,7 +187,7 @@ def test_listed_kinds(variant):
             assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(through.mT))
 
 
-@pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])
+@pytest.mark.parametrize("name", thinned((name for name, text in FAMILIES.items() if text != "True"), 8))
 def test_listed_families(name):
     """The generated summary kernel for every family of masks, and where rows that they leave empty average v."""
     given = tensors(257, 300, 1)
@@ -293,7 +292,7 @@ def split(s, p, tiles, parts, operands=None, lists=None):
         return launch.forward(s, q, k, v, aux, seed, sizes, lists)
 
 
-@pytest.mark.parametrize("variant, kind, dtype, lengths", [(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], DECODING[n % 5]) for n, v in enumerate(SPLIT)])
+@pytest.mark.parametrize("variant, kind, dtype, lengths", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], DECODING[n % 5]) for n, v in enumerate(SPLIT)], 4))
 def test_split(variant, kind, dtype, lengths):
     """Against float64, and the log-sum-exp against that of one part."""
     M, N, parts = lengths
@@ -350,9 +349,9 @@ def heads(variant: Variant, group: str) -> AttentionSpec:
     return AttentionSpec.parse(text.replace("k[b, h,", f"k[{k},").replace("v[b, h,", f"v[{k},"))
 
 
-@pytest.mark.parametrize("variant, group, M, parts, tiles", [
+@pytest.mark.parametrize("variant, group, M, parts, tiles", thinned([
     (v, list(GROUPS)[n % 3], (1, 2, 3, 5)[(n + m) % 4], 1 + 2 * ((n + m) % 2), TILES[(n + m) % 3])
-    for n, v in enumerate(v for v in PACKED if not PACKED[v].drop) for m in range(3)])
+    for n, v in enumerate(v for v in PACKED if not PACKED[v].drop) for m in range(3)], 5))
 def test_split_packed(variant, group, M, parts, tiles):
     """Heads that share keys as rows of one tile or of several, keys in parts or not: against float64, and as in tiles of their own."""
     s, extents = heads(PACKED[variant], group), GROUPS[group][2]

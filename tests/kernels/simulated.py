@@ -16,6 +16,7 @@ from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
 from flashfx.codegen.selfcheck import inputs
 
+from ..thinning import thinned
 from . import gluon_dialect, gluon_simulator
 from .cases import CORE, IDS, KINDS, MORE, problem, spec
 from .gluon_simulator import Deadlock, Race
@@ -49,14 +50,8 @@ def check(variant: str, kind: str, dtype: str, head: int, length: int, **options
     run(s, p, **options).within_budget()
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", POINTS[::8])
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 11))
 def test_cases(variant, kind, dtype, head, length):
-    check(variant, kind, dtype, head, length)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant, kind, dtype, head, length", [p for n, p in enumerate(POINTS) if n % 8])
-def test_cases_more(variant, kind, dtype, head, length):
     check(variant, kind, dtype, head, length)
 
 
@@ -69,8 +64,8 @@ def test_cases_of_random_specs(seed):
     run(s, p).within_budget()
 
 
-@pytest.mark.parametrize("variant, kind, head, length", [("bias", "self", 64, 328), ("bias", "gqa", 128, 256), ("padded_bias", "self", 128, 256),
-                                                         ("shared_bias", "gqa", 64, 256), ("transposed_bias", "cross", 80, 328)])
+@pytest.mark.parametrize("variant, kind, head, length", thinned([("bias", "self", 64, 328), ("bias", "gqa", 128, 256), ("padded_bias", "self", 128, 256),
+                                                         ("shared_bias", "gqa", 64, 256), ("transposed_bias", "cross", 80, 328)], 2))
 def test_rest_of_captured_tensors_by_tma(variant, kind, head, length):
     check(variant, kind, "bfloat16", head, length)
 
@@ -78,7 +73,7 @@ def test_rest_of_captured_tensors_by_tma(variant, kind, head, length):
 LISTED = [name for name in EVERY if spec(EVERY[name]).is_data_masked] + ["global"]
 
 
-@pytest.mark.parametrize("variant, head", [(v, (64, 128)[n % 2]) for n, v in enumerate(LISTED)] + [("documents", 128), ("documents", 80)])
+@pytest.mark.parametrize("variant, head", thinned([(v, (64, 128)[n % 2]) for n, v in enumerate(LISTED)] + [("documents", 128), ("documents", 80)], 3))
 def test_rest_of_lists(variant, head):
     check(variant, "self", "bfloat16", head, 300, listed=True)
 
@@ -113,7 +108,7 @@ def test_rest_of_tiles_that_batches_share():
     check("shared_bias", "self", "bfloat16", 64, 160, shape={"batch": 5, "heads": 3})
 
 
-@pytest.mark.parametrize("variant, kind, head", [("dropout", "self", 112), ("bias", "gqa", 104), ("documents", "self", 112), ("causal", "gqa", 176), ("alibi", "gqa", 208)])
+@pytest.mark.parametrize("variant, kind, head", thinned([("dropout", "self", 112), ("bias", "gqa", 104), ("documents", "self", 112), ("causal", "gqa", 176), ("alibi", "gqa", 208)], 3))
 def test_rest_of_heads_that_are_padded(variant, kind, head):
     check(variant, kind, "bfloat16", head, 200)
 
@@ -123,16 +118,16 @@ def test_rest_of_value_heads(head, value_head):
     check("causal", "gqa", "bfloat16", head, 200, shape={"Dv": value_head})
 
 
-@pytest.mark.parametrize("variant, kind, head, value_head, length", [
+@pytest.mark.parametrize("variant, kind, head, value_head, length", thinned([
     ("full", "self", 256, 256, 193), ("causal", "gqa", 192, 192, 200), ("dropout", "self", 256, 256, 200), ("padded_bias", "self", 160, 160, 193),
-    ("documents", "gqa", 256, 128, 320), ("shared_bias", "gqa", 208, 208, 256), ("ended_dropout", "gqa", 192, 256, 200), ("mean_left_padding", "self", 256, 256, 130)])
+    ("documents", "gqa", 256, 128, 320), ("shared_bias", "gqa", 208, 208, 256), ("ended_dropout", "gqa", 192, 256, 200), ("mean_left_padding", "self", 256, 256, 130)], 4))
 def test_rest_of_wide_heads(variant, kind, head, value_head, length):
     """Two warpgroups share the columns; one tile of dO where both heads are 256, and dQ in halves."""
     check(variant, kind, ("bfloat16", "float16")[length % 2], head, length, shape={"Dv": value_head})
 
 
-@pytest.mark.parametrize("variant, kind, head", [("full", "self", 64), ("causal", "gqa", 128), ("window", "self", 64), ("bias", "self", 128),
-                                                 ("dropout", "gqa", 64), ("prefix", "self", 128), ("causal", "self", 256), ("full", "gqa", 192)])
+@pytest.mark.parametrize("variant, kind, head", thinned([("full", "self", 64), ("causal", "gqa", 128), ("window", "self", 64), ("bias", "self", 128),
+                                                 ("dropout", "gqa", 64), ("prefix", "self", 128), ("causal", "self", 256), ("full", "gqa", 192)], 3))
 def test_rest_of_ordered(variant, kind, head):
     torch.use_deterministic_algorithms(True)
     try:
@@ -148,8 +143,8 @@ def test_rest_of_one_tile(variant, head):
     check(variant, "self", "bfloat16", head, 100, shape={"batch": 1, "heads": 1})
 
 
-@pytest.mark.parametrize("variant, kind, head", [("causal", "self", 64), ("causal", "gqa", 128), ("window", "gqa", 64), ("full", "self", 128)])
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("variant, kind, head, ordered", thinned(((*point, ordered) for ordered in (False, True) for point in (
+    ("causal", "self", 64), ("causal", "gqa", 128), ("window", "gqa", 64), ("full", "self", 128))), 3))
 def test_rest_of_many_tiles(variant, kind, head, ordered):
     """Many to each program: rings and phases go round often, and the counter is as it was for the next call."""
     torch.use_deterministic_algorithms(ordered)
@@ -159,9 +154,9 @@ def test_rest_of_many_tiles(variant, kind, head, ordered):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("variant, head, length, listed", [("causal", 64, 320, False), ("causal", 128, 460, False), ("window", 64, 320, False), ("alibi", 128, 320, False),
+@pytest.mark.parametrize("variant, head, length, listed", thinned([("causal", 64, 320, False), ("causal", 128, 460, False), ("window", 64, 320, False), ("alibi", 128, 320, False),
                                                            ("dropout", 128, 300, False), ("dropout", 64, 300, False), ("bias", 64, 320, False), ("softcap", 96, 320, False),
-                                                           ("documents", 64, 460, True), ("mean_left_padding", 128, 320, True), ("ended_causal", 64, 320, False)])
+                                                           ("documents", 64, 460, True), ("mean_left_padding", 128, 320, True), ("ended_causal", 64, 320, False)], 5))
 def test_rest_of_heads_in_turn(variant, head, length, listed):
     """Whether that pays or not: rows of a tile of keys from the last to the first and, of the program's next one, from the first to the last."""
     with overridden(schedule="hopper", turns=True):
@@ -179,8 +174,8 @@ def test_rest_of_empty_lists(hidden, head):
     run(s, p, operands=operands, listed=True).within_budget()
 
 
-@pytest.mark.parametrize("head, kind, empty", [(64, "self", "mean"), (64, "gqa", "mean, additive"), (128, "self", "mean, additive over j <= i"), (128, "gqa", "mean"),
-                                               (80, "gqa", "mean over j < 200")])
+@pytest.mark.parametrize("head, kind, empty", thinned([(64, "self", "mean"), (64, "gqa", "mean, additive"), (128, "self", "mean, additive over j <= i"), (128, "gqa", "mean"),
+                                               (80, "gqa", "mean over j < 200")], 2))
 def test_rest_of_listed_empty_rows(head, kind, empty):
     """Rows that average v, in blocks of their own and beside others: gradients of all keys pass through them."""
     s, p = spec(replace(EVERY["mean_left_padding"], empty=empty), kind), problem(kind, head, "bfloat16", M=330, batch=2)
@@ -265,9 +260,9 @@ BROKEN_APART = {  # there, where a warp of its own copies the keys
 }
 
 
-@pytest.mark.parametrize("head, variant, line", [*((64, "causal", line) for line in BROKEN), *((128, "causal", line) for line in BROKEN_LONG),
+@pytest.mark.parametrize("head, variant, line", thinned([*((64, "causal", line) for line in BROKEN), *((128, "causal", line) for line in BROKEN_LONG),
                                                  *((128, "padded_bias", line) for line in BROKEN_APART),
-                                                 *((256, "causal", line) for line in BROKEN_WIDE), *((40, "causal", line) for line in BROKEN_TURNS)])
+                                                 *((256, "causal", line) for line in BROKEN_WIDE), *((40, "causal", line) for line in BROKEN_TURNS)], 3))
 def test_rest_of_errors_that_are_found(head, variant, line, monkeypatch):
     """Each of these lines is needed, and the simulator tells what its loss does: it is what stands for the races of a card."""
     broken = []

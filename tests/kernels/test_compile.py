@@ -14,6 +14,7 @@ from flashfx.compat import interpreting
 from flashfx.region import Problem
 from flashfx.spec import EmptyRow
 
+from ..thinning import thinned
 from .cases import CORE, MORE, problem, spec
 from .test_families import FAMILIES, spec as family, tensors
 
@@ -24,11 +25,6 @@ if interpreting():
 from .compiled import BY_ARCH, compile_all, compile_blocks  # noqa: E402
 
 ALL = {**CORE, **MORE}
-
-
-def thinned(points):
-    """Every fifth; the rest is slow (`make test-slow`): compiled for the first time on two cores, all of them take longer than the other tests together."""
-    return [point if n % 5 == 0 else pytest.param(*(point if isinstance(point, tuple) else (point,)), marks=pytest.mark.slow) for n, point in enumerate(points)]
 
 
 SAMPLE = [

@@ -7,5 +7,5 @@ from .test_interpreter import in_a_process
 
 
 @pytest.mark.parametrize("group", ["cases", "rest"])
-def test_kernels(group):
-    in_a_process("simulated.py", group)
+def test_kernels(group, pytestconfig):
+    in_a_process("simulated.py", group, pytestconfig.getoption("markexpr"))
