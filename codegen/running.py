@@ -54,15 +54,18 @@ def raised(m, top, FACTOR: gl.constexpr, LAG: gl.constexpr):
 
 
 @gluon.constexpr_function
-def weigh_text(COUNT):
-    """PTX of `weighed`. Its operands, COUNT of each: weights, their sum, maximum, factor, has it grown; then scores, maximum
-    and FACTOR as given. Element n is of a thread's second row where n & 2."""
-    at = lambda kind, n: f"${kind * COUNT + n}"
+def weigh_text(COUNT, KIND):
+    """PTX of `weighed`. Its operands: weights, two of 16 bits in a register; then COUNT of each: their sum, maximum, factor, has
+    it grown; then scores, maximum and FACTOR as given. Element n is of a thread's second row where n & 2. KIND: fp32, bf16 ..."""
+    registers = COUNT if KIND == "fp32" else COUNT // 2
+    at = lambda kind, n: f"${(kind - 1) * COUNT + registers + n}"
+    e = lambda n: f"${n}" if KIND == "fp32" else f"e{n % 2}"
     row = lambda n: n // 2 % 2
-    add = lambda n: f"add.f32 s{row(n)}, s{row(n)}, {at(0, n)};" if n % 2 or n > 3 else f"mov.f32 s{row(n)}, {at(0, n)};"
-    weigh = lambda n: f"fma.rn.f32 t, {at(5, n)}, {at(7, 0)}, from{row(n)}; ex2.approx.ftz.f32 {at(0, n)}, t; {add(n)}"
-    weights = [*map(weigh, range(COUNT))]
-    lines = ["{ .reg .pred p, q; .reg .b32 g; .reg .f32 s<2>, m<2>, from<2>, top<2>, alpha<2>, t;"]
+    add = lambda n: f"add.f32 s{row(n)}, s{row(n)}, {e(n)};" if n % 2 or n > 3 else f"mov.f32 s{row(n)}, {e(n)};"
+    weigh = lambda n: f"fma.rn.f32 t, {at(5, n)}, {at(7, 0)}, from{row(n)}; ex2.approx.ftz.f32 {e(n)}, t; {add(n)}"
+    rounded = lambda n: f"cvt.rn.{KIND.replace('p', '')}x2.f32 ${n // 2}, e1, e0;" if n % 2 and KIND != "fp32" else ""
+    weights = [weigh(n) + rounded(n) for n in range(COUNT)]
+    lines = ["{ .reg .pred p, q; .reg .b32 g; .reg .f32 s<2>, m<2>, from<2>, top<2>, alpha<2>, e<2>, t;"]
     lines += [f"mov.f32 m{r}, {at(6, 2 * r)}; mov.f32 alpha{r}, 0f3F800000; neg.f32 from{r}, m{r};" for r in range(2)]
     lines += [*weights, "setp.gt.f32 p, s0, 0f43800000; setp.gt.or.f32 p, s1, 0f43800000, p;"]
     lines += [f"setp.eq.or.f32 p, m{r}, 0fFF800000, p;" for r in range(2)]
@@ -81,8 +84,14 @@ def weigh_text(COUNT):
 
 
 @gluon.constexpr_function
-def weigh_operands(COUNT):
-    return ",".join(["=&f"] * 4 * COUNT + ["=&r"] * COUNT + ["f"] * 3 * COUNT)
+def weigh_operands(COUNT, KIND):
+    weights = ["=&f"] * COUNT if KIND == "fp32" else ["=&r"] * (COUNT // 2)
+    return ",".join(weights + ["=&f"] * 3 * COUNT + ["=&r"] * COUNT + ["f"] * 3 * COUNT)
+
+
+@gluon.constexpr_function
+def weigh_kinds(DTYPE):
+    return DTYPE, gl.float32, gl.float32, gl.float32, gl.int32
 
 
 @gluon.jit
@@ -99,15 +108,15 @@ def of_threads(tile):
 
 
 @gluon.jit
-def weighed(scores, m, FACTOR: gl.constexpr):
-    """Weights exp2(scores * FACTOR - m) and each thread's sum of a row's. m is the maximum of the tiles before, so that no weight
-    waits for the greatest of its own tile; where such a sum exceeds 2 ** 8, or a row has seen no key before (m is -inf), all rows
-    of the warp renew theirs and the weights are worked out again. Then the maximum, the factor of what was summed up, and has any
-    row of the warp renewed it?"""
+def weighed(scores, m, FACTOR: gl.constexpr, DTYPE: gl.constexpr):
+    """Weights exp2(scores * FACTOR - m) as DTYPE, and each thread's sum of a row's before they are rounded. m is the maximum of
+    the tiles before, so that no weight waits for the greatest of its own tile; where such a sum exceeds 2 ** 8, or a row has seen
+    no key before (m is -inf), all rows of the warp renew theirs and the weights are worked out again. Then the maximum, the factor
+    of what was summed up, and has any row of the warp renewed it?"""
     COUNT: gl.constexpr = scores.shape[1] // 2
-    text: gl.constexpr = weigh_text(COUNT)
-    operands: gl.constexpr = weigh_operands(COUNT)
-    kinds: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32, gl.int32)
+    text: gl.constexpr = weigh_text(COUNT, DTYPE.name)
+    operands: gl.constexpr = weigh_operands(COUNT, DTYPE.name)
+    kinds: gl.constexpr = weigh_kinds(DTYPE)
     given = [scores, across(m, scores), gl.full_like(scores, FACTOR)]
     p, total, m, alpha, grown = gl.inline_asm_elementwise(text, operands, given, kinds, is_pure=False, pack=COUNT)
     return p, of_threads(total), of_threads(m), of_threads(alpha), of_threads(grown)

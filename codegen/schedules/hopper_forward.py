@@ -16,7 +16,7 @@ from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_locate import descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
-from .hopper_softmax import across_threads, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weight_unit, weights
+from .hopper_softmax import across_threads, awaits_values, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weight_unit, weights
 from .hopper_turns import begin_turn, end_turn, in_turn
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
 from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
@@ -267,8 +267,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         out.assign("previous", "tile % STAGES")
         out.line("mbarrier.wait(v_full.index(previous), tile // STAGES & 1)")
         _issue_values(site, out, "previous")
-        _wait_values(site, out)
-        out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
+        _leave_values(site, out)
         out.assign("tile", "tile + 1")
         if ends and not down:
             _pass(site, out, last, "count")
@@ -313,9 +312,12 @@ def _step(site: Site, program: Program, out: Writer, cuts: str) -> None:
     _enter(site, program, out, cuts)
     out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "the products P V still run")
     _leave_keys(site, out)
+    early = awaits_values(site)
+    if early:
+        _leave_values(site, out)
     softmax(site, program, out, cuts, first=False)
-    _wait_values(site, out)
-    out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
+    if not early:
+        _leave_values(site, out)
     rescale(site, out)
     weights(site, out)
 
@@ -340,9 +342,11 @@ def _issue_values(site: Site, out: Writer, slot: str) -> None:
         out.assign(f"next_acc{c.suffix}", f"warpgroup_mma(weights{c.suffix}, v{c.suffix}, acc{c.suffix}, is_async=True)")
 
 
-def _wait_values(site: Site, out: Writer) -> None:
+def _leave_values(site: Site, out: Writer) -> None:
+    """P V is there, and the place of the values is free."""
     names = [c.suffix for c in site.v_chunks]
     out.assign(", ".join(f"acc{n}" for n in names), f"warpgroup_mma_wait(0, [{', '.join(f'next_acc{n}' for n in names)}])")
+    out.line("mbarrier.arrive(v_empty.index(previous), count=1)")
 
 
 def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:

@@ -128,12 +128,18 @@ def descends(site: Site) -> bool:
     last at most: it then comes before the loop (FlashAttention-3), which asks for no mask, and no branch ends its block of instructions.
 
     H100, N = 4096, forward: three warpgroups 14 % faster at head size 32, 2 % at 64, 7 under a soft cap; two 1 to 3 % at 128, with dropout 5, but 8 % slower at
-    96, 9 at 32, 2 to 4 where a score adds the key's position, and at 64 up to 12 % beside a bias.
+    96, 9 at 32, 2 to 4 where a score reads at the key's position, and at 64 up to 12 % beside a bias. Scores that a slope makes rise with the key come first where they are highest.
     """
     found, head = site.by_rows, max(site.D, site.Dv)
-    if site.listed or site.warpgroups == 2 and (head <= 96 or Var("j") in site.raw.leaves):
+    rises = adds_position(site.raw) and not found.is_total
+    if site.listed or site.warpgroups == 2 and (head <= 96 or Var("j") in site.raw.leaves and not rises):
         return False
     return not site.hides_beyond if found.is_total else cuts_last(found, ROWS if narrows(site) else ROWS * site.warpgroups, site.columns)
+
+
+def adds_position(score: Expr) -> bool:
+    """Is a score computed from the key's position, and not only read there (ALiBi)?"""
+    return score == Var("j") or isinstance(score, Call) and any(map(adds_position, score.args))
 
 
 def cuts_last(found: Bounds, rows: int, columns: int) -> bool:

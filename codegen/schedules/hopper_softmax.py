@@ -1,7 +1,7 @@
 """The softmax of the Hopper forward kernel, between its products: score, mask, running maximum and sum, dropout (FlashAttention-2, section 3.1)."""
 from __future__ import annotations
 
-from ...expr import QK, Call, walk
+from ...expr import Call, Const, walk
 from ..factors import span
 from ..parts import LOG2E, Site
 from ..philox import threshold
@@ -11,6 +11,7 @@ from ..writer import Writer
 from .ends import ended, warpgroup_score
 from .forward import is_finite
 from .hopper import ROWS, is_crowded, tiles_name
+from .hopper_locate import adds_position, descends
 from .hopper_vectors import compared, cut, groups, hidden_by_data
 
 LAG = 8
@@ -25,29 +26,53 @@ def lags(site: Site) -> bool:
     H200, N = 4k: head sizes 64, 128, 192, 256 faster by 2 to 5, 2 to 9, 10 to 12, 5 to 16 %; 80 and 96 by -7 to 3 %, 32 by -7 to -1 %. It ends a block
     of instructions, across which the assembler moves none: beside dropout 2 to 10 % slower, beside captured tensors by as much slower or faster.
     """
-    head = max(site.D, site.Dv)
-    return speculates(site) or _is_bare(site) and (head == 64 or head > 96)
+    spec, head = site.spec, max(site.D, site.Dv)
+    bare = not spec.dropout and not spec.score.loads and not any({"i", "j"} & load.variables for load in spec.loads)
+    return speculates(site) or bare and (head == 64 or head > 96)
 
 
 def speculates(site: Site) -> bool:
     """Are weights taken from the maximum of the tiles before, without a look at their own tile's scores? What is summed up of them tells whether that maximum will do;
     where not, they are worked out again from a new one. So no exponential waits, and no maximum is looked for.
 
-    H200, N = 4k, full and causal, beside `lags` or, at 80 and 96, neither: 80 4 and 11 % faster, 96 12 and 8, 128 9 and 7, 160 5 and -2, 192 3 and 7, 256 3 and 2. Scores and
-    weights of a tile take registers side by side: three warpgroups have none for it (head size 64: 40 % slower). Not measured where the score has steps of its own.
+    H200, beside `lags` or nothing like it, in turn, N = 4k, full / causal, % faster: head size 32 4 / 0, 64 9 / 5, 80 7 / 10, 96 8 / 5, 128 8 / 8, 160 5 / -3, 192 2 / 4, 256 1 / -1; a
+    padding vector 3 at 64, 8 at 128; ALiBi 3 at 128; an additive tensor 19 and 2; T5's table 0 and 14; dropout 6 and, at 256, 9 (at 128 0, with 4 bytes spilled, as beside a padding vector where a tile reaches beyond the last key). Not measured beside more at wider heads. Not where rows that see their first key in
+    a later tile, or scores that rise from tile to tile, would have most tiles worked out twice (a window 0 to -5, documents -18, ALiBi at 64 -22); three warpgroups at 48, in two pieces, -21.
     """
-    return site.warpgroups == 2 and max(site.D, site.Dv) > 64 and site.raw == QK and _is_bare(site) and _asks_little(site)
+    head, read = max(site.D, site.Dv), [load.variables for load in site.spec.visible.loads]
+    if is_bounded(site) or any("i" in found or "j" in found and not site.whole for found in read):
+        return False
+    if head > 128 and _is_laden(site) or 96 < head <= 128 and site.spec.dropout:
+        return False
+    if site.warpgroups == 3:
+        return len(site.qk_chunks) == len(site.v_chunks) == 1
+    if adds_position(site.raw):
+        return head > 96 and descends(site)
+    return site.warpgroups == 2 and site.by_rows.lo == Const(0)
+
+
+def awaits_values(site: Site) -> bool:
+    """Does a warpgroup await P V of the tile before ahead of its softmax, so that the weights of both can have the same registers? Of three the two others keep the matrix units
+    busy; of two (head size 128, N = 4k) it is 3 to 17 % slower."""
+    return speculates(site) and site.warpgroups == 3
+
+
+def rounds_early(site: Site) -> bool:
+    """Are such weights rounded to 16 bits before their sum is looked at? It takes half of the registers, and a move for each two
+    unless it `awaits_values`: at head size 128 2 to 4 % slower than without, where registers are enough for that."""
+    head = max(site.D, site.Dv)
+    return site.warpgroups == 3 or site.spec.dropout > 0 and head <= 96 or head > 96 and _is_laden(site)
+
+
+def _is_laden(site: Site) -> bool:
+    """Is anything read at rows or keys, or computed from the key's position, or does the mask ask much of it?"""
+    return any({"i", "j"} & load.variables for load in site.spec.loads) or adds_position(site.raw) or not _asks_little(site)
 
 
 def _asks_little(site: Site) -> bool:
-    """Does the mask leave each row an interval, or compare a key's own index twice at most? More spilled 32 to 248 bytes, beside scores and weights of 128 keys."""
+    """Does the mask leave each row an interval, or compare a key's own index twice at most?"""
     asked = [e.op for e in walk(site.spec.visible) if isinstance(e, Call) and "j" in e.variables]
     return not site.spec.is_masked or leaves_intervals(site) or len(asked) <= 3 and {*asked} <= {"le", "lt", "ge", "gt", "and", "or"}
-
-
-def _is_bare(site: Site) -> bool:
-    """Nothing is drawn, and nothing is read for scores, rows and keys."""
-    return not site.spec.dropout and not site.spec.score.loads and not any({"i", "j"} & load.variables for load in site.spec.loads)
 
 
 BOUNDS = {"bfloat16": 80.0, "float16": 10.0}
@@ -60,12 +85,12 @@ def is_bounded(site: Site) -> bool:
     H100, soft cap, N = 1k, 4k, 16k: head size 64 faster by 7, 4, 3 %, 256 by 5; 128 by 5, -2, -5 %. Beside dropout and a table that ends it spilled 52 bytes.
     """
     head, most = max(site.D, site.Dv), max(map(abs, span(site.spec.score))) * LOG2E
-    return most <= BOUNDS.get(site.v_dtype, 0.0) and not is_halved(site) and not is_crowded(site.spec, head) and (head <= 64 or head > 128)
+    return most <= BOUNDS.get(site.v_dtype, 0.0) and not (site.spec.dropout and head > 64) and not is_crowded(site.spec, head) and (head <= 64 or head > 128)
 
 
 def is_halved(site: Site) -> bool:
-    """Does dropout act on weights of 16 bits, two at a time? H200, N = 4k: head size 128 2 to 6 % faster, 64 4 % slower."""
-    return bool(site.spec.dropout) and max(site.D, site.Dv) > 64
+    """Does dropout act on weights of 16 bits, two at a time? H200, N = 4k: head size 128 2 to 6 % faster, 64 4 % slower where they are not rounded early."""
+    return bool(site.spec.dropout) and (max(site.D, site.Dv) > 64 or speculates(site) and rounds_early(site))
 
 
 def by_threads(site: Site) -> bool:
@@ -158,15 +183,17 @@ def softmax(site: Site, program: Program, out: Writer, partial: str, first: bool
 
 
 def _speculate(site: Site, out: Writer, first: bool, seen: bool) -> None:
-    """As `softmax`; the maximum is that of the exponents, raw times the score's factor."""
-    c2 = site.factor * LOG2E
+    """As `softmax`, but weights are rounded; the maximum is that of the exponents, raw times the score's factor."""
+    c2, dtype = site.factor * LOG2E, f"{tiles_name('V', site.v_chunks[0])}.dtype" if rounds_early(site) else "gl.float32"
     if first:
         out.assign("m", f"gl.convert_layout(tl.max(raw, 1), gl.SliceLayout(1, threads))[:, None] * {c2!r} + gl.zeros([{ROWS}, 4], gl.float32, threads)")
         out.assign("anchor", 'tl.where(m == float("-inf"), 0.0, m)' if seen else "m")
         out.assign("p", f"tl.exp2(raw * {c2!r} - across(anchor, raw))")
         out.assign("l", "own_sum(p)")
+        if rounds_early(site):
+            out.assign("p", f"p.to({dtype})")
     else:
-        out.assign("p, total, m, alpha, grown", f"weighed(raw, m, {c2!r})")
+        out.assign("p, total, m, alpha, grown", f"weighed(raw, m, {c2!r}, {dtype})")
         out.assign("l", "l * alpha + total")
 
 

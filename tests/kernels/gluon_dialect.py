@@ -180,13 +180,13 @@ def raised(m, top, FACTOR, LAG):
     return torch.where(grown, top, m), torch.where(grown, torch.exp2((m - top) * FACTOR), 1.0), grown
 
 
-def weighed(scores, m, FACTOR):
+def weighed(scores, m, FACTOR, DTYPE):
     """Of a row at a time, where a GPU's warp renews the maxima of sixteen."""
     highest = torch.maximum(m, (scores * FACTOR).amax(1, keepdim=True))
     grown = (by_thread(torch.exp2(scores * FACTOR - across(m, scores))).sum((1, 3)) > 256).any(1, keepdim=True) | (m == -torch.inf)
     renewed = torch.where(grown, highest, m)
     p = torch.exp2(scores * FACTOR - across(torch.where(renewed == -torch.inf, 0.0, renewed), scores))
-    return p, by_thread(p).sum((1, 3)), renewed, torch.where(grown & (renewed > -torch.inf), torch.exp2(m - renewed), 1.0), grown
+    return p.to(DTYPE), by_thread(p).sum((1, 3)), renewed, torch.where(grown & (renewed > -torch.inf), torch.exp2(m - renewed), 1.0), grown
 
 
 def within(tile, start, stop, HIDDEN):

@@ -7,11 +7,13 @@ import types
 
 import numpy as np
 import pytest
+import torch
 
 from flashfx.codegen.running import RUNNING
 
 LANES = np.arange(32)
 ROWS, FACTOR = 16, 0.18
+KINDS = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
 
 def _texts() -> dict:
@@ -65,6 +67,9 @@ def run(text: str, registers: dict[str, np.ndarray]) -> int:
             write(to, np.where(value(p), value(a), value(b)), guard)
         elif name == "shfl":
             write(operands[0], value(operands[1])[LANES ^ int(operands[2])], guard)
+        elif name == "cvt":
+            high, low = (torch.from_numpy(value(x).astype(np.float32)).to(KINDS[kinds[1]]).view(torch.int16).numpy().astype(np.int64) for x in operands[1:])
+            write(operands[0], high << 16 | low & 0xFFFF, guard)
         else:
             one, *more = map(value, operands[1:])
             rule = {"mov": lambda: one, "neg": lambda: -one, "ex2": lambda: np.exp2(one), "add": lambda: one + more[0], "sub": lambda: one - more[0],
@@ -83,9 +88,10 @@ def _elements(width: int) -> tuple[np.ndarray, np.ndarray]:
 class Warp:
     """What `hopper_softmax` makes of tile after tile, of 16 rows."""
 
-    def __init__(self, width: int):
-        self.width, self.count = width, width // 2
-        self.text = _texts()["weigh_text"](self.count)
+    def __init__(self, width: int, kind: str = "bf16"):
+        self.width, self.count, self.packed = width, width // 2, 1 if kind == "fp32" else 2
+        self.dtype = KINDS.get(kind.replace("p", "") + "x2")
+        self.text = _texts()["weigh_text"](self.count, kind)
         self.rows, self.columns = _elements(width)
         self.m = self.l = None
         self.values, self.executed = np.zeros((ROWS, 0), np.float32), []
@@ -98,20 +104,23 @@ class Warp:
         self.l = np.stack([own[np.arange(self.count) // 2 % 2 == r].sum(0) for r in range(2)])
 
     def next(self, scores: np.ndarray) -> None:
-        registers = {}
+        registers, at = {}, lambda kind, n: f"${(kind - 1) * self.count + self.count // self.packed + n}"
         for n in range(self.count):
-            registers[f"${5 * self.count + n}"] = scores[self.rows[n], self.columns[n]].astype(np.float32)
-            registers[f"${6 * self.count + n}"] = self.m[n // 2 % 2]
-            registers[f"${7 * self.count + n}"] = np.full(32, FACTOR, np.float32)
+            registers[at(5, n)] = scores[self.rows[n], self.columns[n]].astype(np.float32)
+            registers[at(6, n)] = self.m[n // 2 % 2]
+            registers[at(7, n)] = np.full(32, FACTOR, np.float32)
         with np.errstate(all="ignore"):
             self.executed.append(run(self.text, registers))
             p = np.zeros_like(scores)
             for n in range(self.count):
-                p[self.rows[n], self.columns[n]] = registers[f"${n}"]
+                weight = registers[f"${n // self.packed}"]
+                if self.packed == 2:
+                    weight = torch.from_numpy((weight >> 16 * (n % 2)).astype(np.int16)).view(self.dtype).float().numpy()
+                p[self.rows[n], self.columns[n]] = weight
                 for kind in range(1, 5):  # all elements of a row say the same
-                    assert np.array_equal(registers[f"${kind * self.count + n}"], registers[f"${kind * self.count + n // 2 % 2 * 2}"], equal_nan=True)
-            total, self.m, alpha = (np.stack([registers[f"${kind * self.count + 2 * r}"] for r in range(2)]) for kind in (1, 2, 3))
-            grown = registers[f"${4 * self.count}"]
+                    assert np.array_equal(registers[at(kind, n)], registers[at(kind, n // 2 % 2 * 2)], equal_nan=True)
+            total, self.m, alpha = (np.stack([registers[at(kind, 2 * r)] for r in range(2)]) for kind in (1, 2, 3))
+            grown = registers[at(4, 0)]
             assert not (p > 256).any(), "16-bit weights have a greatest number"
             assert grown.all() or (alpha == 1).all(), "warps that have not grown go past the products"
             self.l = self.l * alpha + total
@@ -126,10 +135,10 @@ class Warp:
             return m + np.log2(l), self.values / l[:, None]
 
 
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width, kind", [(32, "bf16"), (64, "fp16"), (128, "bf16"), (128, "fp32")])
 @pytest.mark.parametrize("row", [3, 12])
 @pytest.mark.parametrize("case", ["quiet", "rising", "jump", "falling", "late rows", "hidden rows", "far below", "overflow"])
-def test_weights_are_a_softmax_whatever_maximum_they_were_taken_from(width, case, row):
+def test_weights_are_a_softmax_whatever_maximum_they_were_taken_from(width, kind, case, row):
     g = np.random.default_rng(width)
     tiles = [g.normal(size=(ROWS, width)).astype(np.float32) * 8 for _ in range(5)]
     for t, tile in enumerate(tiles):
@@ -145,7 +154,7 @@ def test_weights_are_a_softmax_whatever_maximum_they_were_taken_from(width, case
             tile[row: row + 3] = -np.inf if t < 2 else tile[row: row + 3] - 5000 * (case == "far below")
         elif case == "hidden rows":
             tile[row] = -np.inf
-    warp = Warp(width)
+    warp = Warp(width, kind)
     warp.first(tiles[0])
     for tile in tiles[1:]:
         warp.next(tile)
@@ -155,7 +164,7 @@ def test_weights_are_a_softmax_whatever_maximum_they_were_taken_from(width, case
     weights = np.exp2(scores - top[:, None])
     lse, found = warp.sums()
     np.testing.assert_allclose(lse[seen], (top + np.log2(np.where(seen, weights.sum(1), 1)))[seen], rtol=1e-6, atol=1e-5)
-    np.testing.assert_allclose(found[seen], (weights / np.where(seen, weights.sum(1), 1)[:, None])[seen], rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(found[seen], (weights / np.where(seen, weights.sum(1), 1)[:, None])[seen], rtol={"bf16": 2 ** -8, "fp16": 2 ** -10, "fp32": 1e-4}[kind], atol=1e-6)
     assert (lse[~seen] == -np.inf).all() and (warp.values[~seen] == 0).all() and seen.all() == (case != "hidden rows")
     renewed = [n > min(warp.executed) for n in warp.executed]
     assert renewed == {"quiet": [False] * 4, "falling": [False] * 4}.get(case, renewed)
