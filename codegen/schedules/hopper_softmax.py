@@ -35,20 +35,27 @@ def speculates(site: Site) -> bool:
     """Are weights taken from the maximum of the tiles before, without a look at their own tile's scores? What is summed up of them tells whether that maximum will do;
     where not, they are worked out again from a new one. So no exponential waits, and no maximum is looked for.
 
-    H200, beside `lags` or nothing like it, in turn, N = 4k, full / causal, % faster: head size 32 4 / 0, 64 9 / 5, 80 7 / 10, 96 8 / 5, 128 8 / 8, 160 5 / -3, 192 2 / 4, 256 1 / -1; a
-    padding vector 3 at 64, 8 at 128; ALiBi 3 at 128; an additive tensor 19 and 2; T5's table 0 and 14; dropout 6 and, at 256, 9 (at 128 0, with 4 bytes spilled, as beside a padding vector where a tile reaches beyond the last key). Not measured beside more at wider heads. Not where rows that see their first key in
-    a later tile, or scores that rise from tile to tile, would have most tiles worked out twice (a window 0 to -5, documents -18, ALiBi at 64 -22); three warpgroups at 48, in two pieces, -21.
+    H200, beside `lags` or nothing like it, in turn, N = 4k, full / causal, % faster: head size 32 4 / 0, 64 9 / 7, 80 7 / 10, 96 8 / 5, 128 8 / 7, 160 5 / -3, 192 2 / 4, 256 1 / -1; at 64
+    and 128 a padding vector 3 and 8, an additive tensor 19 and 2 (96: -4), T5's table 1 and 17, ALiBi 0 and 7, dropout 5 and 0 (192, 256: 8). Three warpgroups at 48, in two pieces: -21. Not where rows
+    that see their first key in a later tile, or scores that rise from tile to tile, have many tiles worked out twice (a window -5 to 0, documents -18, ALiBi from the first key on -20).
     """
-    head, read = max(site.D, site.Dv), [load.variables for load in site.spec.visible.loads]
-    if is_bounded(site) or any("i" in found or "j" in found and not site.whole for found in read):
-        return False
-    if head > 128 and _is_laden(site) or 96 < head <= 128 and site.spec.dropout:
+    if is_bounded(site) or _is_short_of_registers(site) or any("i" in load.variables for load in site.spec.visible.loads):
         return False
     if site.warpgroups == 3:
         return len(site.qk_chunks) == len(site.v_chunks) == 1
     if adds_position(site.raw):
-        return head > 96 and descends(site)
+        return max(site.D, site.Dv) > 96 and descends(site)
     return site.warpgroups == 2 and site.by_rows.lo == Const(0)
+
+
+def _is_short_of_registers(site: Site) -> bool:
+    """For scores and weights side by side: 4 to 88 bytes spilled, nothing gained, or not measured."""
+    spec, head = site.spec, max(site.D, site.Dv)
+    if head > 96 and (spec.dropout if head <= 128 else _is_laden(site)):
+        return True
+    if head <= 64 and ended(site) or 64 < head <= 96 and site.tiled:
+        return True
+    return not site.whole and any("j" in load.variables for load in spec.visible.loads)
 
 
 def awaits_values(site: Site) -> bool:
@@ -61,7 +68,7 @@ def rounds_early(site: Site) -> bool:
     """Are such weights rounded to 16 bits before their sum is looked at? It takes half of the registers, and a move for each two
     unless it `awaits_values`: at head size 128 2 to 4 % slower than without, where registers are enough for that."""
     head = max(site.D, site.Dv)
-    return site.warpgroups == 3 or site.spec.dropout > 0 and head <= 96 or head > 96 and _is_laden(site)
+    return site.warpgroups == 3 or site.spec.dropout > 0 and head <= 96 or head > 96 and _is_laden(site) or 64 < head <= 96 and not site.whole
 
 
 def _is_laden(site: Site) -> bool:
@@ -105,7 +112,7 @@ def weight_unit(site: Site) -> float:
 
 def reads_seed_late(site: Site) -> bool:
     """Is dropout's seed read where it is used, tile by tile?"""
-    return is_crowded(site.spec, max(site.D, site.Dv))
+    return is_crowded(site.spec, max(site.D, site.Dv)) or site.spec.dropout > 0 and max(site.D, site.Dv) > 128 and speculates(site)
 
 
 def leaves_intervals(site: Site) -> bool:

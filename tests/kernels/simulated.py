@@ -103,6 +103,13 @@ def test_rest_of_maxima_that_rise(variant, head, most):
     check(variant, "self", "bfloat16", head, 700, operands=rising(inputs(s, p), most))
 
 
+@pytest.mark.parametrize("variant, most", [("full", 24.0), ("causal", 6.0)])
+def test_rest_of_maxima_that_rise_for_three_warpgroups(variant, most):
+    s, p = spec(EVERY[variant], "self"), problem("self", 64, "bfloat16", M=450, batch=1)
+    with overridden(forward=(192, 128, 12, 2), schedule="hopper"):
+        check(variant, "self", "bfloat16", 64, 450, operands=rising(inputs(s, p), most))
+
+
 def test_rest_of_tiles_that_batches_share():
     """Of five sequences and three heads: each batch index once, in an order of its own."""
     check("shared_bias", "self", "bfloat16", 64, 160, shape={"batch": 5, "heads": 3})

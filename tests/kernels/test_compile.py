@@ -172,11 +172,11 @@ def test_three_warpgroups_build(head, variant, kind):
 
 @pytest.mark.parametrize("head, variant, kind", thinned([
     (128, "documents", "self"), (128, "documents", "gqa"), (128, "padding", "self"), (128, "lengths", "gqa"), (128, "bool_mask", "self"),
-    (128, "dilated", "self"),
+    (128, "dilated", "self"), (64, "padding", "self"), (128, "alibi", "self"), (128, "bias", "gqa"), (64, "dropout", "self"), (96, "t5_table", "self"), (192, "dropout", "self"),
     (128, "additive_mask", "gqa"), (128, "dropout_padding", "self"), (96, "documents", "gqa"), (64, "documents", "self"), (128, "bool_mask", "gqa"),
     (128, "ended_causal", "self"), (256, "dropout_padding", "self")]))
 def test_the_hopper_forward_does_not_spill(head, variant, kind):
-    """Masks that read data or divide."""
+    """Masks that read data or divide, and what takes weights ahead of their maximum."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1024, heads=4)
     with overridden(schedule="hopper"):
         found = compile_all(s, p, BY_ARCH["sm_90"], (False,) * (3 + len(s.aux)))
