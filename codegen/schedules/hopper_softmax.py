@@ -1,7 +1,7 @@
 """The softmax of the Hopper forward kernel, between its products: score, mask, running maximum and sum, dropout (FlashAttention-2, section 3.1)."""
 from __future__ import annotations
 
-from ...expr import Call, Const, walk
+from ...expr import BOOL, Call, Const, walk
 from ..factors import span
 from ..parts import LOG2E, Site
 from ..philox import threshold
@@ -39,7 +39,7 @@ def speculates(site: Site) -> bool:
     and 128 a padding vector 3 and 8, an additive tensor 19 and 2 (96: -4), T5's table 1 and 17, ALiBi 0 and 7, dropout 5 and 0 (192, 256: 8). Three warpgroups at 48, in two pieces: -21. Not where rows
     that see their first key in a later tile, or scores that rise from tile to tile, have many tiles worked out twice (a window -5 to 0, documents -18, ALiBi from the first key on -20).
     """
-    if is_bounded(site) or _is_short_of_registers(site) or any("i" in load.variables for load in site.spec.visible.loads):
+    if is_bounded(site) or _is_short_of_registers(site) or any({"i", "j"} & load.variables == {"i"} for load in site.spec.visible.loads):
         return False
     if site.warpgroups == 3:
         return len(site.qk_chunks) == len(site.v_chunks) == 1
@@ -50,12 +50,12 @@ def speculates(site: Site) -> bool:
 
 def _is_short_of_registers(site: Site) -> bool:
     """For scores and weights side by side: 4 to 88 bytes spilled, nothing gained, or not measured."""
-    spec, head = site.spec, max(site.D, site.Dv)
-    if head > 96 and (spec.dropout if head <= 128 else _is_laden(site)):
+    spec, head, read = site.spec, max(site.D, site.Dv), site.spec.visible.loads
+    if head > 128 and _is_laden(site) or not site.whole and any("j" in load.variables for load in read):
         return True
-    if head <= 64 and ended(site) or 64 < head <= 96 and site.tiled:
-        return True
-    return not site.whole and any("j" in load.variables for load in spec.visible.loads)
+    if 96 < head <= 128:
+        return spec.dropout > 0 or any(load.kind == BOOL and {"i", "j"} <= load.variables for load in read)
+    return head <= 96 and bool(ended(site) or head > 64 and site.tiled)
 
 
 def awaits_values(site: Site) -> bool:
