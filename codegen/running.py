@@ -56,7 +56,7 @@ def raised(m, top, FACTOR: gl.constexpr, LAG: gl.constexpr):
 @gluon.constexpr_function
 def weigh_text(COUNT, KIND):
     """PTX of `weighed`. Its operands: weights, two of 16 bits in a register; then COUNT of each: their sum, maximum, factor, has
-    it grown; then scores, maximum and FACTOR as given. Element n is of a thread's second row where n & 2. KIND: fp32, bf16 ..."""
+    it grown; then scores, maximum and FACTOR as given. Element n is of a thread's second row where n & 2. KIND: say bf16."""
     registers = COUNT if KIND == "fp32" else COUNT // 2
     at = lambda kind, n: f"${(kind - 1) * COUNT + registers + n}"
     e = lambda n: f"${n}" if KIND == "fp32" else f"e{n % 2}"
@@ -111,8 +111,8 @@ def of_threads(tile):
 def weighed(scores, m, FACTOR: gl.constexpr, DTYPE: gl.constexpr):
     """Weights exp2(scores * FACTOR - m) as DTYPE, and each thread's sum of a row's before they are rounded. m is the maximum of
     the tiles before, so that no weight waits for the greatest of its own tile; where such a sum exceeds 2 ** 8, or a row has seen
-    no key before (m is -inf), all rows of the warp renew theirs and the weights are worked out again. Then the maximum, the factor
-    of what was summed up, and has any row of the warp renewed it?"""
+    no key before (m is -inf), all rows of the warp renew theirs and the weights are worked out again. Then the maximum, the
+    factor of what was summed up, and has any row of the warp renewed it?"""
     COUNT: gl.constexpr = scores.shape[1] // 2
     text: gl.constexpr = weigh_text(COUNT, DTYPE.name)
     operands: gl.constexpr = weigh_operands(COUNT, DTYPE.name)
