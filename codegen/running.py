@@ -59,10 +59,10 @@ def weigh_text(COUNT, KIND):
     it grown; then scores, maximum and FACTOR as given. Element n is of a thread's second row where n & 2. KIND: say bf16."""
     registers = COUNT if KIND == "fp32" else COUNT // 2
     at = lambda kind, n: f"${(kind - 1) * COUNT + registers + n}"
-    e = lambda n: f"${n}" if KIND == "fp32" else f"e{n % 2}"
+    weight = lambda n: f"${n}" if KIND == "fp32" else f"e{n % 2}"
     row = lambda n: n // 2 % 2
-    add = lambda n: f"add.f32 s{row(n)}, s{row(n)}, {e(n)};" if n % 2 or n > 3 else f"mov.f32 s{row(n)}, {e(n)};"
-    weigh = lambda n: f"fma.rn.f32 t, {at(5, n)}, {at(7, 0)}, from{row(n)}; ex2.approx.ftz.f32 {e(n)}, t; {add(n)}"
+    add = lambda n: f"add.f32 s{row(n)}, s{row(n)}, {weight(n)};" if n % 2 or n > 3 else f"mov.f32 s{row(n)}, {weight(n)};"
+    weigh = lambda n: f"fma.rn.f32 t, {at(5, n)}, {at(7, 0)}, from{row(n)}; ex2.approx.ftz.f32 {weight(n)}, t; {add(n)}"
     rounded = lambda n: f"cvt.rn.{KIND.replace('p', '')}x2.f32 ${n // 2}, e1, e0;" if n % 2 and KIND != "fp32" else ""
     weights = [weigh(n) + rounded(n) for n in range(COUNT)]
     lines = ["{ .reg .pred p, q; .reg .b32 g; .reg .f32 s<2>, m<2>, from<2>, top<2>, alpha<2>, e<2>, t;"]

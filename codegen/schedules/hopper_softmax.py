@@ -55,7 +55,7 @@ def _is_short_of_registers(site: Site) -> bool:
         return True
     if 96 < head <= 128:
         return spec.dropout > 0 or any(load.kind == BOOL and {"i", "j"} <= load.variables for load in read)
-    return head <= 96 and bool(ended(site) or head > 64 and site.tiled)
+    return bool(ended(site) or head > 64 and site.tiled)
 
 
 def awaits_values(site: Site) -> bool:
