@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .apart import Apart
-from .measure import PASSES, clocks, measure
+from .measure import PASSES, clocks, matrix_product, measure
 from .peers import PEERS
 from .table import PLAIN, head, lines, summary
 from .table import plot as draw
@@ -116,7 +116,7 @@ def attention(
                     print("\n".join(lines(together, who, which)), flush=True)
     print("\n".join(summary(rows, which)), flush=True)
     if now := clocks(where):
-        print(f"[{now}]")
+        print(f"[{now}; a matrix product of {dtype}, 8192 square: {matrix_product(DTYPES[dtype], where):.0f} TFLOP/s]")
     if json_path:
         with open(json_path, "w") as file:
             json.dump({"device": title, "rows": [r.as_dict() for r in rows]}, file, indent=1)

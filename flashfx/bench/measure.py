@@ -73,6 +73,12 @@ def median_ms(run, device: torch.device, budget_ms: float = 100.0) -> float:
     return sorted(times)[1]
 
 
+def matrix_product(dtype: torch.dtype, device: torch.device, size: int = 8192) -> float:
+    """TFLOP/s of PyTorch's product of two square matrices: what the card's matrix units reach today, clocks and power as they are."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size ** 3 / median_ms(lambda: a @ b, device) / 1e9
+
+
 def replayed(prepare: Callable[[], Callable], device: torch.device) -> Callable:
     """The call that `prepare()` returns, recorded as a CUDA graph: what the device takes for it, without the host's part. Both run in one stream:
     autograd runs a gradient in the stream of its forward, and a recording takes no other."""

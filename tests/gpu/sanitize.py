@@ -20,12 +20,14 @@ attention[b, h, i, j]
   empty   nan
   drop    0.1
   out   = softmax_j(score) . v[b, h, j]"""
-RUNS = (("triton", 64), ("triton", 128), ("hopper", 64), ("hopper", 128), ("hopper", 256))
+PLAIN = "\n".join(line for line in TEXT.splitlines() if line.split()[0] not in ("where", "empty", "drop"))
+RUNS = (("triton", 64, "dropout"), ("triton", 128, "dropout"), ("hopper", 64, "dropout"), ("hopper", 128, "dropout"), ("hopper", 256, "dropout"),
+        ("hopper", 64, "plain"), ("hopper", 128, "plain"))
 LENGTH = 300
 
 
-def both(schedule: str, head: int) -> None:
-    """Forward and backward of causal attention with dropout."""
+def both(schedule: str, head: int, kind: str) -> None:
+    """Forward and backward, of causal attention with dropout or of plain attention, for which kernels have other ways."""
     import torch
 
     from flashfx.codegen import launch
@@ -33,7 +35,7 @@ def both(schedule: str, head: int) -> None:
     from flashfx.codegen.selfcheck import inputs
     from flashfx.region import Problem
     from flashfx.spec import AttentionSpec
-    spec, problem = AttentionSpec.parse(TEXT), Problem((1, 2), LENGTH, LENGTH, head, head, "bfloat16", "bfloat16")
+    spec, problem = AttentionSpec.parse(PLAIN if kind == "plain" else TEXT), Problem((1, 2), LENGTH, LENGTH, head, head, "bfloat16", "bfloat16")
     with overridden(schedule=schedule):
         q, k, v, aux, seed, sizes = inputs(spec, problem, "cuda")
         out, lse = launch.forward(spec, q, k, v, aux, seed, sizes)
@@ -42,9 +44,9 @@ def both(schedule: str, head: int) -> None:
     assert all(t.isfinite().all() for t in (out, *grads))
 
 
-def checked(tool: str, schedule: str, head: int, limit: int) -> tuple[str, str]:
+def checked(tool: str, schedule: str, head: int, kind: str, limit: int) -> tuple[str, str]:
     """(what the tool says in a word or two, its report)"""
-    own = [sys.executable, "-m", "tests.gpu.sanitize", "--run", schedule, str(head)]
+    own = [sys.executable, "-m", "tests.gpu.sanitize", "--run", schedule, str(head), kind]
     if tool:
         own = ["compute-sanitizer", "--tool", tool, "--print-limit", "10", *own]
     try:
@@ -61,10 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default="memcheck,racecheck")
     parser.add_argument("--limit", type=int, default=240, help="seconds for one run")
-    parser.add_argument("--run", nargs=2, metavar=("SCHEDULE", "HEAD"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, metavar=("SCHEDULE", "HEAD", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.run:
-        both(options.run[0], int(options.run[1]))
+        both(options.run[0], int(options.run[1]), options.run[2])
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH: it comes with CUDA's toolkit", file=sys.stderr)
@@ -73,9 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor(8) as pool:
         for tools in ([""], options.tools.split(",")):  # first without a tool, to compile
             runs = [(tool, *run) for tool in tools for run in RUNS]
-            for (tool, schedule, head), (verdict, text) in zip(runs, pool.map(lambda run: checked(*run, options.limit), runs)):
+            for (tool, schedule, head, kind), (verdict, text) in zip(runs, pool.map(lambda run: checked(*run, options.limit), runs)):
                 if tool or verdict != "clean":
-                    print(f"{tool or 'without a tool':12} {schedule:7} d={head:<4} {verdict}", flush=True)
+                    print(f"{tool or 'without a tool':12} {schedule:7} d={head:<4} {kind:8} {verdict}", flush=True)
                 if verdict != "clean":
                     print(text[-3000:])
                     failed += 1

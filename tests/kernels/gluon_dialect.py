@@ -223,7 +223,7 @@ OVERRIDES = dict(within=within, await_turn=await_turn, pass_turn=pass_turn, take
                  random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
-                 is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised, weighed=weighed,
+                 is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised, weighed=weighed, bounded_exp2=lambda x, FACTOR: torch.exp2(x * FACTOR),
                  own_max=lambda tile: by_thread(tile).amax((1, 3)), own_sum=lambda tile: by_thread(tile).sum((1, 3)), across=across,
                  rescaled=lambda acc, alpha, grown: acc * across(alpha, acc),
                  kept_half=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p * 2.0 ** (-7 * (p.dtype == torch.bfloat16)), 0.0), positive=lambda x, DTYPE: x.clamp(min=0.0).to(DTYPE))
