@@ -46,11 +46,11 @@ def reads_rows_early(site: Site) -> bool:
     sinks -1; 96 full 0, causal -2; 128 full 1, 1, causal 1, 0, a window -2, dropout -1. Delta early too at 128: 1 % slower.
     """
     spec, slopes = site.spec, {"i", "j"} <= scaled(site, QK)[0].variables
-    if is_wide(site) or {*spec.loads} - {*tile_loads(site)} & {*spec.score.loads}:
+    if is_wide(site):
         return False
-    if is_split(site):
-        return not spec.is_masked or spec.dropout > 0 or slopes or bool(spec.loads)
-    return not (spec.is_masked or spec.dropout or spec.loads or fills_registers(site))
+    if spec.loads:
+        return is_split(site) and {*spec.loads} == {*tile_loads(site)} & {*spec.score.loads} and not (spec.dropout or slopes)
+    return not spec.is_masked or spec.dropout > 0 or slopes if is_split(site) else not (spec.is_masked or spec.dropout or fills_registers(site))
 
 
 def _is_of(e: Expr, x: Expr) -> bool:
