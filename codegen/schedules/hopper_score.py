@@ -50,7 +50,9 @@ def reads_rows_early(site: Site) -> bool:
         return False
     if spec.loads:
         return is_split(site) and {*spec.loads} == {*tile_loads(site)} & {*spec.score.loads} and not (spec.dropout or slopes)
-    return not spec.is_masked or spec.dropout > 0 or slopes if is_split(site) else not (spec.is_masked or spec.dropout or fills_registers(site))
+    if is_split(site):
+        return not spec.is_masked or spec.dropout > 0 or slopes
+    return not (spec.is_masked or spec.dropout or fills_registers(site))
 
 
 def _is_of(e: Expr, x: Expr) -> bool:

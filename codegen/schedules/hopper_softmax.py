@@ -99,7 +99,7 @@ def shares_exp(site: Site) -> bool:
     """Is a part of the exponentials worked out by a polynomial? The unit of exp, which a soft cap's tanh shares, is busy three quarters of the time at head sizes up to 64. H200,
     head size 64, N = 4k, 16k: an eighth of them 1, 4 % faster, a quarter 2, 6, a half -2, 8. A polynomial makes nothing of -inf: what is hidden weighs 2 ** -120, and not the 0 by which
     a row that sees no key is known."""
-    return is_bounded(site) and max(site.D, site.Dv) <= 64 and not site.can_be_empty
+    return is_bounded(site) and max(site.D, site.Dv) <= 64 and not site.can_be_empty and abs(site.factor) > 1e-6  # else nothing finite would weigh so little
 
 
 def is_halved(site: Site) -> bool:
