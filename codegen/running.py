@@ -25,7 +25,8 @@ def own_sum(tile):
 @gluon.constexpr_function
 def bounded_text(COUNT):
     """PTX of `bounded_exp2`: COUNT of each, results, numbers, FACTOR. One of four by a polynomial (as in FlashAttention-4): the
-    exponent is n + f, n an integer, and 2 ** f good to a part in 13000; the others by the unit of exp."""
+    exponent is n + f, n an integer and |f| <= 1 / 2; 0.999928, 0.693261, 0.242611, 0.0551716 are the coefficients of least
+    relative error for 2 ** f, a part in 13000. The others by the unit of exp."""
     lines = []
     for n in range(COUNT):
         x, factor = f"${COUNT + n}", f"${2 * COUNT + n}"

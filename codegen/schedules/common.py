@@ -20,6 +20,11 @@ def scaled(site: Site, wrt: Expr) -> tuple[Expr, float]:
     return split_factor(derivative(site.score, wrt))
 
 
+def has_slopes(site: Site) -> bool:
+    """Does d score / d qk differ from element to element, as under a soft cap?"""
+    return {"i", "j"} <= scaled(site, QK)[0].variables
+
+
 def buffer(site: Site, load: Load) -> str:
     """Name of the buffer that receives a load's gradient; one tensor may be read by several loads."""
     same = [x for x in site.loads if x.name == load.name]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 
-from ...expr import QK
 from ..captured import ends
 from ..gluon import Partition, WarpSpecialized
 from ..limits import padded
@@ -17,7 +16,7 @@ from ..parts import Site, count, tiles_name
 from ..program import Program
 from ..reads import across
 from ..writer import Kernel, Writer
-from .common import Body, scaled
+from .common import Body, has_slopes
 from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arguments
 from .hopper_captured import reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
 from .hopper_dq import HALF, add_dq, ds_tile, names, reserve_dq, sum_arguments, sum_dq, turns
@@ -178,7 +177,7 @@ def in_registers(site: Site) -> str:
     spec = site.spec
     if spec.dropout and any(map(ends, spec.score.loads)):
         return ""
-    return "v" if spec.dropout or across(spec) or {"i", "j"} <= scaled(site, QK)[0].variables else "kv"
+    return "v" if spec.dropout or across(spec) or has_slopes(site) else "kv"
 
 
 def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:

@@ -18,7 +18,7 @@ from ..parts import Site, count, extent
 from ..philox import kept_scale
 from ..program import local
 from ..writer import Kernel, Writer
-from .common import buffer, scaled
+from .common import buffer, has_slopes
 
 
 def candidates(spec: AttentionSpec) -> list[Load]:
@@ -180,7 +180,7 @@ def allocate_stored(site: Site, out: Writer) -> None:
 
 def is_signed(site: Site) -> bool:
     """Does the sign of `slope` say what dropout keeps, which takes no registers? It does where slope is the weight."""
-    return site.spec.dropout > 0 and not {"i", "j"} <= scaled(site, QK)[0].variables
+    return site.spec.dropout > 0 and not has_slopes(site)
 
 
 def left_out(site: Site) -> float:

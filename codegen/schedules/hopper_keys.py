@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 
-from ...expr import BOOL, FLOAT, QK, Load, Var
+from ...expr import BOOL, FLOAT, Load, Var
 from ..captured import ends
 from ..gluon import Partition
 from ..limits import padded
@@ -17,7 +17,7 @@ from ..parts import Site, count, decode
 from ..program import Program, local
 from ..reads import across
 from ..writer import Writer
-from .common import PADDING, scaled
+from .common import PADDING, has_slopes
 from .hopper import list_arguments, listed_tiles, segments
 from .hopper_captured import assign_batch, shares, tile_loads
 
@@ -63,7 +63,7 @@ def is_tight(site: Site) -> bool:
 
 def is_full(site: Site) -> bool:
     """Does the score read tensors across rows and keys, and have a derivative of its own and dropout? That is too much at any head size."""
-    return bool(across(site.spec, False)) and site.spec.dropout > 0 and {"i", "j"} <= scaled(site, QK)[0].variables
+    return bool(across(site.spec, False)) and site.spec.dropout > 0 and has_slopes(site)
 
 
 def is_apart(site: Site) -> bool:

@@ -11,7 +11,7 @@ from ..philox import kept_scale, threshold
 from ..reads import across
 from ..within import hidden_outside
 from ..writer import Writer
-from .common import Body, scaled
+from .common import Body, has_slopes, scaled
 from .ends import tight_score
 from .hopper_captured import doubles, is_signed, left_out, tile_loads
 from .hopper import compares
@@ -23,7 +23,7 @@ from .relative import add_ends, beyond_ends
 
 def fills_registers(site: Site) -> bool:
     """Does the score need a tile of registers beside the accumulators of a large head: elements read across rows and keys, or its derivative?"""
-    return not (is_split(site) or is_wide(site)) and (site.ordered or bool(across(site.spec, False)) or {"i", "j"} <= scaled(site, QK)[0].variables)
+    return not (is_split(site) or is_wide(site)) and (site.ordered or bool(across(site.spec, False)) or has_slopes(site))
 
 
 def unknown_zero(site: Site, number: str) -> str:
@@ -35,24 +35,29 @@ def unknown_zero(site: Site, number: str) -> str:
 def by_halves(site: Site) -> bool:
     """Are weights and slopes worked out in one half of a tile after the other? The assembler keeps that order, else all of the exponentials are there
     before the first slope. They are where a slope is of the score alone."""
-    return (fills_registers(site) or is_full(site)) and not is_wide(site) and {"i", "j"} <= scaled(site, QK)[0].variables and _is_of(scaled(site, QK)[0], site.raw)
+    return (fills_registers(site) or is_full(site)) and not is_wide(site) and has_slopes(site) and _is_of(scaled(site, QK)[0], site.raw)
 
 
-def reads_rows_early(site: Site) -> bool:
-    """Does a step read its rows' log-sum-exp before it waits for their scores, and heads up to 64 delta before they wait for dP? A read of shared memory that the products keep
-    busy takes up to 400 cycles, and 16 registers to keep.
+def reads_rows_ahead(site: Site) -> bool:
+    """Do two warpgroups that drift apart read log-sum-exp before they wait for the scores, delta before they wait for dP, and behind the scores what is told of the rows, for which they would
+    wait between the instructions of dP? A read of shared memory that the products keep busy takes up to 400 cycles, and it takes 16 registers to have it early.
 
-    H200, N = 4k, 16k, % faster: head size 64 full 6, 5 (32: 8), a soft cap 4, 2, dropout 2, 2, captured tiles 2 to 4, causal -1, 0, a window -2, documents -6, ALiBi -5, a padding vector 0,
-    sinks -1; 96 full 0, causal -2; 128 full 1, 1, causal 1, 0, a window -2, dropout -1. Delta early too at 128: 1 % slower.
+    H200, N = 4k, 16k, % faster: head size 64 full 6, 5 (32: 8), a soft cap 4, 2, dropout 2, 2, captured tiles 2 to 4, causal -1, 0, a window -2, documents -6, ALiBi -5, a padding vector 0, sinks -1.
     """
-    spec, slopes = site.spec, {"i", "j"} <= scaled(site, QK)[0].variables
-    if is_wide(site):
+    spec = site.spec
+    if not is_split(site):
         return False
     if spec.loads:
-        return is_split(site) and {*spec.loads} == {*tile_loads(site)} & {*spec.score.loads} and not (spec.dropout or slopes)
-    if is_split(site):
-        return not spec.is_masked or spec.dropout > 0 or slopes
-    return not (spec.is_masked or spec.dropout or fills_registers(site))
+        return {*spec.loads} == {*tile_loads(site)} & {*spec.score.loads} and not (spec.dropout or has_slopes(site))
+    return not spec.is_masked or spec.dropout > 0 or has_slopes(site)
+
+
+def reads_lse_first(site: Site) -> bool:
+    """Do two warpgroups that hold the keys together read log-sum-exp ahead of both products? Behind them it would take longer than where it is named: 1 to 4 %.
+
+    H200, N = 4k, 16k, % faster: head size 128 full 1, 1, causal 1, 0, a window -2, dropout -1; 96 full 0, causal -2. Delta early too: 1 % slower.
+    """
+    return not (is_split(site) or is_wide(site) or site.spec.is_masked or site.spec.dropout or site.spec.loads or fills_registers(site))
 
 
 def _is_of(e: Expr, x: Expr) -> bool:
@@ -121,14 +126,14 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
         program.body.names[site.raw] = name
     if flat:
         rate = body.across(f"tl.where({from_ring('mean_ring')} > 0.0, {FLAT}, {rate})")
-    early_rows = reads_rows_early(site)
-    exponent = f"{name} * {rate} - {body.across('lse2' if early_rows else from_ring('lse2_ring'))}"
+    lse2 = "lse2" if reads_rows_ahead(site) or reads_lse_first(site) else from_ring("lse2_ring")
+    exponent = f"{name} * {rate} - {body.across(lse2)}"
     if by_halves(site):
         return _halves(site, body, out, name, exponent, hidden, rows, warps)
     out.assign("p", f"tl.exp2({exponent})")
     if not early:
         hide("0.0", "p", body.across(from_ring("mean_ring")))
-    if early_rows and is_split(site):
+    if reads_rows_ahead(site):
         out.assign("delta", from_ring("delta_ring"))
     late = program.dims(wanted[0]) != {"i", "j"}
     rest = "p" if late else body.times(wanted[0], "p", hidden)
@@ -189,7 +194,7 @@ def degree(e: Expr, x: Expr) -> int:
 def score_gradient(site: Site, body: Body, out: Writer, partial: str) -> None:
     """ds, the gradient of the products qk over the factors that are left out, from dP. partial: the condition of a tile that the mask cuts, as of `weights`."""
     spec = site.spec
-    if not (reads_rows_early(site) and is_split(site)):
+    if not reads_rows_ahead(site):
         out.assign("delta", from_ring("delta_ring"))
     scale = kept_scale(spec.dropout)
     if is_signed(site):

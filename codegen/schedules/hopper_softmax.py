@@ -95,11 +95,15 @@ def is_bounded(site: Site) -> bool:
     return most <= BOUNDS.get(site.v_dtype, 0.0) and not (site.spec.dropout and head > 64) and not is_crowded(site.spec, head) and (head <= 64 or head > 128)
 
 
-def shares_exp(site: Site) -> bool:
+HIDDEN = -120.0
+"""The power of two that a key which the mask hides weighs where the exponent goes through a polynomial, which makes nothing of -inf."""
+
+
+def takes_polynomial(site: Site) -> bool:
     """Is a part of the exponentials worked out by a polynomial? The unit of exp, which a soft cap's tanh shares, is busy three quarters of the time at head sizes up to 64. H200,
-    head size 64, N = 4k, 16k: an eighth of them 1, 4 % faster, a quarter 2, 6, a half -2, 8. A polynomial makes nothing of -inf: what is hidden weighs 2 ** -120, and not the 0 by which
-    a row that sees no key is known."""
-    return is_bounded(site) and max(site.D, site.Dv) <= 64 and not site.can_be_empty and abs(site.factor) > 1e-6  # else nothing finite would weigh so little
+    head size 64, N = 4k, 16k: an eighth of them 1, 4 % faster, a quarter 2, 6, a half -2, 8. Not where a row that sees no key is known by weights of 0, nor
+    where the factor is so small that no finite score weighs as little as `HIDDEN`."""
+    return is_bounded(site) and max(site.D, site.Dv) <= 64 and not site.can_be_empty and abs(site.factor) > 1e-6
 
 
 def is_halved(site: Site) -> bool:
@@ -133,7 +137,8 @@ def softmax(site: Site, program: Program, out: Writer, partial: str, first: bool
     spec = site.spec
     c2 = site.factor * LOG2E
     beyond = bool(partial) and not site.hides_beyond
-    visible, hidden = spec.visible if spec.is_masked else None, f"{-120.0 / c2!r}" if shares_exp(site) else 'float("-inf")'
+    visible = spec.visible if spec.is_masked else None
+    hidden = repr(HIDDEN / c2) if takes_polynomial(site) else 'float("-inf")'
     raw = warpgroup_score(site, program, out, ("i0", ROWS), ("j0", "BLOCK_N"))
     if raw != "raw":
         out.assign("raw", raw)
@@ -172,7 +177,7 @@ def softmax(site: Site, program: Program, out: Writer, partial: str, first: bool
             with program.branch(), out.block(f"if {partial}:"):
                 hide()
     if is_bounded(site):
-        out.assign("p", f"bounded_exp2(raw, {c2!r})" if shares_exp(site) else f"tl.exp2(raw * {c2!r})", "scores are bounded: no maximum is needed")
+        out.assign("p", f"bounded_exp2(raw, {c2!r})" if takes_polynomial(site) else f"tl.exp2(raw * {c2!r})", "scores are bounded: no maximum is needed")
         out.assign("l", "own_sum(p)" if first else "l + own_sum(p)")
         return
     lagging = lags(site)

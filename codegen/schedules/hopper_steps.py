@@ -13,7 +13,7 @@ from .hopper_captured import left_out, store_ds, tiles_from_rings
 from .hopper_dq import ds_tile, finish_dq, frees_early, is_halved, look
 from .hopper_keys import do_place, is_split, keys_at, keys_from_rings, row_at, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
-from .hopper_score import reads_rows_early
+from .hopper_score import reads_lse_first, reads_rows_ahead
 from .hopper_vectors import last_of_tile
 from .relative import beyond_ends, start_ends, store_ends, summed
 
@@ -33,24 +33,24 @@ def _issue_scores(site: Site, out: Writer, q: str) -> None:
 
 def scores_and_dp(site: Site, body: Body, out: Writer, rows: str = "BLOCK_N", warps: int = WARPS) -> None:
     """Issue S^T and dP^T of a tile as soon as its q and dO are there; wait for the first."""
-    early, lse2 = reads_rows_early(site), from_ring("lse2_ring")
+    ahead = reads_rows_ahead(site)
     out.line("mbarrier.wait(q_full.index(slot), phase)")
-    if early and not is_split(site):  # behind both products it would take longer: 1 to 4 % of the time
-        out.assign("lse2", lse2)
+    if reads_lse_first(site):
+        out.assign("lse2", from_ring("lse2_ring"))
     _issue_scores(site, out, "q")
     place, do_phase = do_place(site)
     out.line(f"mbarrier.wait(do_full.index({place}), {do_phase})")
     chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
     await_scores = lambda: out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "dP still runs")
-    if early and is_split(site):  # what is told of the rows is read behind: a warp would wait for it between the instructions of dP
-        out.assign("lse2", lse2)
+    if ahead:
+        out.assign("lse2", from_ring("lse2_ring"))
         await_scores()
     row_at(site, out, warps)
     if not is_split(site):
         look(site, out)
     out.assign("i", "i0 + rows")
     _enter(site, body.program, out, rows, warps)
-    if not (early and is_split(site)):
+    if not ahead:
         await_scores()
 
 

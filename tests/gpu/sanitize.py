@@ -20,7 +20,7 @@ attention[b, h, i, j]
   empty   nan
   drop    0.1
   out   = softmax_j(score) . v[b, h, j]"""
-PLAIN = "\n".join(line for line in TEXT.splitlines() if line.split()[0] not in ("where", "empty", "drop"))
+TEXTS = {"dropout": TEXT, "plain": "\n".join(line for line in TEXT.splitlines() if line.split()[0] not in ("where", "empty", "drop"))}
 RUNS = (("triton", 64, "dropout"), ("triton", 128, "dropout"), ("hopper", 64, "dropout"), ("hopper", 128, "dropout"), ("hopper", 256, "dropout"),
         ("hopper", 64, "plain"), ("hopper", 128, "plain"))
 LENGTH = 300
@@ -35,7 +35,7 @@ def both(schedule: str, head: int, kind: str) -> None:
     from flashfx.codegen.selfcheck import inputs
     from flashfx.region import Problem
     from flashfx.spec import AttentionSpec
-    spec, problem = AttentionSpec.parse(PLAIN if kind == "plain" else TEXT), Problem((1, 2), LENGTH, LENGTH, head, head, "bfloat16", "bfloat16")
+    spec, problem = AttentionSpec.parse(TEXTS[kind]), Problem((1, 2), LENGTH, LENGTH, head, head, "bfloat16", "bfloat16")
     with overridden(schedule=schedule):
         q, k, v, aux, seed, sizes = inputs(spec, problem, "cuda")
         out, lse = launch.forward(spec, q, k, v, aux, seed, sizes)
