@@ -10,6 +10,10 @@ backward share one summary. With R = ceil(M / BLOCK), F = ceil(M / FINE) and C =
     keys  int32 (*extents, C, 2 + F): the same of each column of blocks of FINE rows and BLOCK keys, as kernels over keys step; where rows that
           see no key average v, blocks with such rows count as partly visible: gradients of all keys pass through them
 
+    flashfx::document_tiles(like, aux, sizes, mask) -> (row_tiles, keys)
+
+is for the Hopper schedules: row_tiles int32 (1 + tiles, HEAD + C), as `flashfx.codegen.schedules.row_tiles` says; of the hidden blocks `keys` has no numbers.
+
 Memory is O(blocks). Kernels give the same results without the lists.
 """
 from __future__ import annotations
@@ -25,6 +29,7 @@ from ..reference import evaluate, index_grid
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from .reads import averages
+from .schedules import row_tiles as tiles_of_rows
 from .schedules.blocks import EMPTY, FULL, PARTIAL
 from .tiles import TileCounts, cut, tile_bounds
 
@@ -103,12 +108,36 @@ def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequenc
     return _listed(joined(kinds)), _listed(over_keys(kinds, mask, aux, sizes, like.device).mT)
 
 
+def tiles_shape(mask: AttentionSpec, sizes: Sequence[int]) -> list:
+    """Shape of `row_tiles`; arguments as `shape`."""
+    n = len(mask.axes)
+    return [1 + math.prod(sizes[:n]) * tiles_of_rows.lines(sizes[n]), tiles_of_rows.HEAD - (-sizes[n + 1] // BLOCK)]
+
+
+def document_tiles(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor) -> Lists:
+    """(row_tiles, keys) as the module's docstring says, on the device of `like`; arguments as `block_lists`. Where only the pure-torch schedule runs, which reads no
+    such tiles, they are zeros."""
+    if 0 in sizes[: len(mask.axes) + 2] or not (like.is_cuda or interpreting()):
+        return torch.zeros(tiles_shape(mask, sizes), dtype=torch.int32, device=like.device), block_lists(mask, aux, sizes, like)[1]
+    from .triton_host import run_document_tiles
+    return run_document_tiles(mask, aux, sizes, like)
+
+
+def tiles_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """As `lists_for`, the first of `document_tiles`."""
+    return document_tiles(*_of_mask(spec, aux, sizes, q, k), q)[0]
+
+
 def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Lists:
     """The lists of a whole spec's mask: `aux` and `sizes` as the attention op takes them (extents of all axes first)."""
+    return block_lists(*_of_mask(spec, aux, sizes, q, k), q)
+
+
+def _of_mask(spec: AttentionSpec, aux, sizes, q, k) -> tuple[AttentionSpec, list[torch.Tensor], list[int]]:
+    """The mask, its captured tensors and its sizes, from those of the whole spec."""
     mask, table = spec.mask(), dict(zip((*spec.axes, *spec.sizes), sizes))
     tensors = {a.name: t for a, t in zip(spec.aux, aux)}
-    return block_lists(mask, [tensors[a.name] for a in mask.aux], [*(table[a] for a in mask.axes), q.shape[-2], k.shape[-2], *(table[s] for s in mask.sizes)],
-                       q)
+    return mask, [tensors[a.name] for a in mask.aux], [*(table[a] for a in mask.axes), q.shape[-2], k.shape[-2], *(table[s] for s in mask.sizes)]
 
 
 def _listed(kinds: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
-from .schedules import hopper, hopper_around, hopper_backward, hopper_forward
+from .schedules import hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, sum_shape, turns_shape
@@ -51,7 +51,8 @@ def _dense_loads(site: Site) -> list[Load]:
     return [load for load in site.loads_over("i", "j") if load != stored_load(site)]
 
 
-def _unpack(site: Site, out: Writer) -> None:
+def _unpack(site: Site, out: Writer, by_rows: bool) -> None:
+    """by_rows: does a kernel read the lists by rows?"""
     spec = site.spec
     if spec.aux:
         out.line(", ".join(local(a.name) for a in spec.aux) + ("," if len(spec.aux) == 1 else "") + " = aux")
@@ -60,7 +61,10 @@ def _unpack(site: Site, out: Writer) -> None:
         out.line(", ".join(names) + ("," if len(names) == 1 else "") + " = sizes")
     out.line("M, N = q.shape[-2], k.shape[-2]")
     if site.listed:
-        out.line("row_blocks, key_blocks = blocks or lists_for(SPEC, aux, sizes, q, k)", "which tiles the mask leaves")
+        out.line("row_blocks, key_blocks, *row_tiles = blocks or lists_for(SPEC, aux, sizes, q, k)", "which tiles the mask leaves")
+        if by_rows:
+            with out.block("if row_blocks is None:"):
+                out.line("row_blocks, _ = lists_for(SPEC, aux, sizes, q, k)")
 
 
 def _grid(options: str, block: str, size: str, axes) -> str:
@@ -103,11 +107,13 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
     out = Writer()
     with out.block(f"def forward(q, k, v, aux, seed, sizes{', blocks=None' if site.listed else ''}, outer=1):"):
         out.line('"""(out, lse), as flashfx.codegen.launch.forward."""')
-        _unpack(site, out)
+        _unpack(site, out, not (site.warpgroups and hopper_locate.by_row_tiles(site)))
         extents = _shape(extent(a) for a in site.spec.axes)
         out.line(f"out, lse = empty_output({extents}, M, v, outer), empty_lse({extents}, M, v)")
         grid = _grid("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
-        if site.warpgroups and hopper_forward.is_uneven(site):
+        if site.warpgroups and hopper_locate.by_row_tiles(site):
+            out.line("row_tiles = row_tiles[0] if row_tiles and row_tiles[0] is not None else tiles_for(SPEC, aux, sizes, q, k)", "those that begin where documents do")
+        if site.warpgroups and hopper_locate.is_uneven(site):
             out.line("taken = tile_counter(q.device)", "how many tiles programs took beside their first: 0 before and behind the kernel")
         if site.parts:
             out.line(f"parts = {site.parts}", "of the keys, a program for each")
@@ -129,7 +135,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
     extra = ("" if site.loads else ", grad_lse=None") + (", blocks=None" if site.listed else "")
     with out.block(f"def backward(grad_out, q, k, v, aux, seed, out, lse, sizes{extra}):"):
         out.line('"""Gradients of (q, k, v, *aux), as flashfx.codegen.launch.backward; None where none was asked for."""')
-        _unpack(site, out)
+        _unpack(site, out, "rows" in found and not site.one_pass)
         out.line(f"padded = triton.cdiv(M, {PADDING}) * {PADDING}")
         shape = _shape([*(extent(a) for a in spec.axes), "padded"])
         out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")

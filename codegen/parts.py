@@ -279,7 +279,7 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
                 block = "BLOCK_M" if row == "m" else "BLOCK_N"
                 out[tiles_name(name, c)] = f"tiles_of({tensor}, {axes}, OPTIONS['{block}'], {c.width})"
     out |= {"Lse": "lse", "Lse2": "lse2", "Delta": "delta", "Averaging": "averaging", "Turns": "turns",
-            "RowBlocks": "row_blocks", "KeyBlocks": "key_blocks"} | results
+            "RowBlocks": "row_blocks", "KeyBlocks": "key_blocks", "RowTiles": "row_tiles"} | results
     out |= {pointer(a.name): local(a.name) for a in spec.aux} | {"Seed": "seed"}
     for name, (_, tensor, prefix, row, _) in OPERANDS.items():
         for position, axis in enumerate(spec.axes):

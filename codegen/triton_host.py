@@ -74,37 +74,46 @@ def _tiled(spec: AttentionSpec, aux) -> list[str]:
 
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, outer: int = 1, key: tuple | None = None):
     """`launch.forward` on a GPU or in Triton's interpreter. key: as `calls.key` makes one, of the spec, sizes and layout if not given."""
-    operands = (q, k, v, seed, *(blocks or (None, None)), *aux)
+    rows, keys, *tiles = blocks or (None, None)
+    operands = (q, k, v, seed, rows, keys, *(tiles or (None,)), *aux)
     make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes), blocks is not None, outer)
     return calls.remembered(key or calls.key((spec, *sizes, outer), operands), make)(operands)
 
 
 def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool, outer: int) -> Callable:
-    """The function of (q, k, v, seed, row_blocks, key_blocks, *aux) for operands like these."""
+    """The function of (q, k, v, seed, row_blocks, key_blocks, row_tiles, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     _check(spec, aux)
     if math.prod(problem.extents) * problem.M * problem.N == 0:  # no keys, or no output at all
         return lambda q, k, v, *_: (empty_output(problem.extents, problem.M, v, outer).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf))
     module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed, _tiled(spec, aux))
     given = lambda *blocks: (blocks,) if listed else ()
-    return lambda q, k, v, seed, rows, keys, *aux: module.forward(q, k, v, aux, seed, sizes, *given(rows, keys), outer=outer)
+    return lambda q, k, v, seed, rows, keys, tiles, *aux: module.forward(q, k, v, aux, seed, sizes, *given(rows, keys, tiles), outer=outer)
 
 
 def run_block_lists(mask: AttentionSpec, aux, sizes, like: torch.Tensor):
     """`blocks.block_lists` on a GPU or in Triton's interpreter."""
-    operands = (like, *aux)
+    return _of_mask("block_lists", mask, aux, sizes, like)
+
+
+def run_document_tiles(mask: AttentionSpec, aux, sizes, like: torch.Tensor):
+    """`blocks.document_tiles` on a GPU or in Triton's interpreter."""
+    return _of_mask("document_tiles", mask, aux, sizes, like)
+
+
+def _of_mask(name: str, mask: AttentionSpec, aux, sizes, like: torch.Tensor) -> Sequence[torch.Tensor]:
     layout = [(t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in aux]
-    make = functools.partial(_block_lists, mask, tuple(sizes), like.device)
-    return calls.remembered((mask, "lists", *layout, like.device, *sizes), make)(operands)
+    make = functools.partial(_summary, name, mask, tuple(sizes), like.device)
+    return calls.remembered((mask, name, *layout, like.device, *sizes), make)((like, *aux))
 
 
-def _block_lists(mask: AttentionSpec, sizes, device) -> Callable:
+def _summary(name: str, mask: AttentionSpec, sizes, device) -> Callable:
     """The function of (like, *aux) for operands like these."""
     if device.type == "cpu":
         compat.repair_interpreter()
     module = blocks_module(mask)
     watch_launches(module)
-    return lambda like, *aux: module.block_lists(aux, sizes, device)
+    return lambda like, *aux: getattr(module, name)(aux, sizes, device)
 
 
 def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None, blocks=None, key: tuple | None = None):

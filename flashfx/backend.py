@@ -154,9 +154,19 @@ def _no_kernel(spec, problem, device: torch.device, fixed: bool, card=None, trai
     return reason and (reason, 'options={"decline": False} rewrites it all the same and saves memory; so may another dtype, or torch.set_float32_matmul_precision("high")')
 
 
-def _summarise(spec, problem) -> bool:
+def _summary(spec, problem, device, card=None) -> str:
+    """The op that makes the run-time summary of a mask, "" if none pays. card: as `rewrite_graph`."""
     from .codegen.blocks import pays
-    return pays(spec, problem)
+    from .codegen.gpu import current
+    from .codegen.plan import PlanError, make_plan
+    from .codegen.schedules.row_tiles import takes
+    if not pays(spec, problem):
+        return ""
+    try:
+        is_hopper = device.type == "cuda" and takes(spec) and make_plan(spec, problem, card or current(device), "forward", listed=True).schedule == "hopper"
+    except PlanError:
+        is_hopper = False
+    return "document_tiles" if is_hopper else "block_lists"
 
 
 def rewrite_graph(gm: fx.GraphModule, options: Options, card=None, clock=None) -> list[Region]:
@@ -167,7 +177,7 @@ def rewrite_graph(gm: fx.GraphModule, options: Options, card=None, clock=None) -
     from .passes.pipeline import rewrite
     from . import op
     before = gm.print_readable(print_output=False) if options.dump else ""
-    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, clock=clock, summarise=_summarise,
+    regions = rewrite(gm, dropout_allowed=functorch_config.activation_memory_budget != 0, verify=options.verify, clock=clock, summarise=functools.partial(_summary, card=card),
                       why_not=functools.partial(_no_kernel, card=card, training=needs_gradients(gm) if options.decline else None), device=None if card is None else torch.device("cuda"))
     if options.verify:
         from .verification import raise_if_wrong

@@ -17,7 +17,7 @@ def register() -> None:
     """Lower our ops as Inductor lowers any custom op, but for the name that the generated code calls."""
     from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag
-    for function in (op.attention, op.attention_backward, op.block_lists):
+    for function in (op.attention, op.attention_backward, op.block_lists, op.document_tiles):
         overload = getattr(torch.ops.flashfx, function.__name__).default
         make_fallback(overload, layout_constraint=tag_to_layout_constraint(get_layout_constraint_tag(overload)), warn=False)
         lowerings[overload] = _named(lowerings[overload], f"{op.__name__}.{function.__name__}")

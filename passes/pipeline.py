@@ -104,7 +104,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     device is where the graph will run, the operands' own unless given.
     why_not(spec, problem, device, fixed) says why no kernel can or should run a site there, and a hint, or None; without it every site counts as runnable.
     fixed: it is written out, and none of its sizes is symbolic.
-    summarise(spec, problem) says whether the mask is worth a run-time summary; without it none is.
+    summarise(spec, problem, device) names the op that makes the run-time summary that a mask is worth, "block_lists" or "document_tiles", "" for none; without it none is.
     """
     regions: list[Region] = []
     for node in gm.graph.nodes:
@@ -121,7 +121,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
     for site, record in records.items():
         record.before = before(site, record.lifted, vg)
     unread = {n for n in gm.graph.nodes if not n.users}
-    listed = {site for site in found if summarise is not None and summarise(found[site].spec, records[site].problem)}
+    listed = {site: summarise(found[site].spec, records[site].problem, device or site.out.fake.device) for site in found} if summarise is not None else {}
     replaced = _splice_all(gm, vg, found, records, listed)
     timed: dict = {}
     for site in found:
@@ -205,7 +205,7 @@ def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: boo
     return found
 
 
-def _splice_all(gm, vg, found: dict[Site, Lifted], records: dict[Site, _Record], listed: set[Site]) -> dict[fx.Node, dict[fx.Node, fx.Node]]:
+def _splice_all(gm, vg, found: dict[Site, Lifted], records: dict[Site, _Record], listed: dict[Site, str]) -> dict[fx.Node, dict[fx.Node, fx.Node]]:
     """Emit the op of each site, node by node. Nothing reads it yet, so that a site may still be refused."""
     seeds: dict = {}
     summaries: dict = {}
@@ -213,7 +213,7 @@ def _splice_all(gm, vg, found: dict[Site, Lifted], records: dict[Site, _Record],
     for owner in dict.fromkeys(site.out.owner for site in found):
         group = {site: lifted for site, lifted in found.items() if site.out.owner is owner}
         try:
-            replaced[owner] = splice(gm, vg, group, seeds, {site: summaries for site in group if site in listed})
+            replaced[owner] = splice(gm, vg, group, seeds, {site: (summaries, listed[site]) for site in group if listed.get(site)})
         except Exception as error:
             for site in group:
                 records[site].refusal = _refused("splice", site, error)

@@ -42,10 +42,11 @@ def still_read(vg: ValueGraph, cut: dict[Value, list[Value]]) -> dict[Value, Val
     return needed
 
 
-def splice(gm: fx.GraphModule, vg: ValueGraph, sites: dict[Site, Lifted], seeds: dict, summaries: dict[Site, dict]) -> dict[fx.Node, fx.Node]:
+def splice(gm: fx.GraphModule, vg: ValueGraph, sites: dict[Site, Lifted], seeds: dict,
+           summaries: dict[Site, tuple[dict, str]]) -> dict[fx.Node, fx.Node]:
     """Emit the op for all sites of one Dynamo node. Returns old node -> new node, for the nodes that held values computed from their outputs.
 
-    summaries: for each site whose mask is worth a summary, those emitted so far. Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
+    summaries: for each site whose mask is worth some, those emitted so far, and the op that makes its own. Raises `Refused`; what it emitted before that is dead and is removed by `sweep`.
     """
     first = next(iter(sites))
     owner = first.out.owner
@@ -120,7 +121,7 @@ class _Output:
         return node if self.lifted.v[0].value.dtype == self.site.out.dtype else self.emit.method("to", node, self.site.out.dtype)
 
 
-def _attention(emit: Emitter, site: Site, lifted: Lifted, seeds: dict, summaries: dict | None, changed: bool) -> _Output:
+def _attention(emit: Emitter, site: Site, lifted: Lifted, seeds: dict, summaries: tuple[dict, str] | None, changed: bool) -> _Output:
     """changed: is the output changed in place later? Our backward still reads the op's own."""
     q, k, v = (emit.operand(candidates)[0] for candidates in (lifted.q, lifted.k, lifted.v))
     aux = [emit.operand([a])[0] for a in lifted.aux]
@@ -134,8 +135,11 @@ def _attention(emit: Emitter, site: Site, lifted: Lifted, seeds: dict, summaries
         if lifted.random not in seeds:
             seeds[lifted.random] = emit.call(torch.randint, 0, SEED_RANGE, (1,), dtype=torch.int64, device=site.out.fake.device)
         seed = seeds[lifted.random]
-    blocks = (None, None) if summaries is None else _summary(emit, lifted, aux, summaries)
-    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, lifted.spec.line, *blocks, _outer(emit, site, lifted, q))
+    made, name = summaries or ({}, "")
+    rows, keys = _summary(emit, lifted, aux, made, getattr(torch.ops.flashfx, name).default) if name else (None, None)
+    blocks = (None, keys, rows) if name == "document_tiles" else (rows, keys, None)
+    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, lifted.spec.line, *blocks,
+                   _outer(emit, site, lifted, q))
     out = emit.call(operator.getitem, op, 0)
     if lifted.sink is not None:
         out = _with_sink(emit, op, out, emit.operand(lifted.sink)[0], lifted.v[0].value.dtype)
@@ -161,8 +165,8 @@ def _outer(emit: Emitter, site: Site, lifted: Lifted, q: fx.Node) -> int:
     return 0 if alone and not is_axis else 1
 
 
-def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict) -> tuple[fx.Node | None, fx.Node | None]:
-    """The mask's block lists (rows, keys), one pair for all sites that read the same mask and do alike with rows that it leaves empty; Nones if a size
+def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict, op) -> tuple[fx.Node | None, fx.Node | None]:
+    """What `op` makes of the mask, one pair (rows, keys) for all sites that read the same mask and do alike with rows that it leaves empty; Nones if a size
     is not at hand.
 
     before -> after: attention(q, k, v, [pad], …) -> lists = flashfx::block_lists(pad, [pad], [B, M, N], mask); attention(q, k, v, [pad], …, *lists)
@@ -172,7 +176,7 @@ def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict)
     named = dict(zip(spec.axes, lifted.dims)) | {"M": "i", "N": "j"}
     table = {n: lifted.extents[own] for n, own in named.items()} | dict(zip(spec.sizes, lifted.sizes))
     wanted = [table[n] for n in (*mask.axes, "M", "N", *mask.sizes)]
-    key = (str(mask), tuple((read[a.name][0].value, read[a.name][0].steps) for a in mask.aux), tuple(wanted))
+    key = (op, str(mask), tuple((read[a.name][0].value, read[a.name][0].steps) for a in mask.aux), tuple(wanted))
     if key in summaries and summaries[key][0] <= emit.step:
         return summaries[key][1]
     try:
@@ -182,8 +186,8 @@ def _summary(emit: Emitter, lifted: Lifted, aux: list[fx.Node], summaries: dict)
     tensors = [read[a.name][1] for a in mask.aux]
     tensors = [emit.call(torch.ops.aten.detach.default, t) if t.meta["example_value"].is_floating_point() else t for t in tensors]
     like = tensors[0] if tensors else emit.call(torch.ops.aten.empty.memory_format, [0], device=lifted.q[0].value.fake.device)
-    lists = emit.call(torch.ops.flashfx.block_lists.default, like, tensors, sizes, mask.line)
-    found = emit.call(operator.getitem, lists, 0), emit.call(operator.getitem, lists, 1)
+    found = emit.call(op, like, tensors, sizes, mask.line)
+    found = emit.call(operator.getitem, found, 0), emit.call(operator.getitem, found, 1)
     summaries[key] = emit.step, found
     return found
 

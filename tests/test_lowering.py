@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import flashfx  # noqa: F401
+import flashfx.lowering
 
 from .test_backend import Counting
 
@@ -35,10 +35,26 @@ def test_generated_code_calls_our_functions(leaves):
     torch.testing.assert_close(found, both(attention, leaves))
 
 
+def test_summaries_are_called_directly_too():
+    mask = "attention[b, i, j]; given doc: int[2]; qk = q[b, i] . k[b, j]; score = qk; where (doc[b, i] == doc[b, j]) & (j <= i); out = softmax_j(score) . v[b, j]"
+    doc = torch.arange(300).expand(2, -1).contiguous() // 140
+
+    def function(doc):
+        rows, keys = torch.ops.flashfx.block_lists(doc, [doc], [2, 300, 300], mask)
+        return rows + 1, keys + 1, torch.ops.flashfx.document_tiles(doc, [doc], [2, 300, 300], mask)[1] + 1
+
+    flashfx.lowering.register()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, codes = run_and_get_code(torch.compile(function), doc)
+    assert all(f"= flashfx.op.{name}(" in "".join(codes) for name in ("block_lists", "document_tiles"))
+    torch.testing.assert_close(found, function(doc))
+
+
 def test_the_ops_called_by_themselves_keep_autograd(leaves):
     text = ("attention[b, h, i, j]; given bias: float[3]; qk = q[b, h, i] . k[b, h, j]; score = qk * 0.25 + bias[h, i, j]; "
             "out = softmax_j(score) . v[b, h, j]")
-    op = lambda q, k, v, bias: torch.ops.flashfx.attention(q, k, v, [bias], None, [], text, None, None, 1)[0]
+    op = lambda q, k, v, bias: torch.ops.flashfx.attention(q, k, v, [bias], None, [], text, None, None, None, 1)[0]
     torch.testing.assert_close(both(op, leaves), both(attention, leaves))
 
 

@@ -7,12 +7,12 @@ from typing import Sequence
 from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, conjuncts, walk
 from ...region import Problem
-from ...spec import BLOCK, FINE, AttentionSpec
+from ...spec import BLOCK, AttentionSpec
 from ..captured import differentiable_loads, ends, is_overfull
 from ..factors import peel
 from ..limits import padded
 from ..philox import HALF_BITS, is_narrow
-from ..parts import Chunk, Site, arguments, chunks, flatten, operand_axes, pieces, tiles_name
+from ..parts import Chunk, Site, arguments, chunks, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..within import interval
@@ -187,35 +187,6 @@ def segments(found: Bounds, program: Program, out: Writer, x: str, block: str, s
         out.assign("stop", f"tl.where({override}, {size}, stop)")
         conditions.append(f"({override})")
     return " | ".join(conditions) if found.has_full else "True"
-
-
-def list_arguments(site: Site, x: str) -> dict[str, str]:
-    """Arguments that the host works out: how many lists a batch index has, and how long they are."""
-    own, length, wide = ("M", "N", BLOCK) if x == "j" else ("N", "M", FINE)
-    return {"lists": f"triton.cdiv({own}, {BLOCK})", "list_length": f"triton.cdiv({length}, {wide}) + 2"} if site.listed else {}
-
-
-def listed_tiles(site: Site, out: Writer, x: str) -> str:
-    """`segments` for a mask with a run-time summary (`flashfx.codegen.blocks`): assign the list `blocks`, count and partial_tiles; those
-    cut by the mask come first."""
-    own, lists, block, wide = ("i", "RowBlocks", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "BLOCK_M", FINE)
-    axes = site.spec.mask().axes
-    row = f"({flatten(axes)}) * lists + {own}0 // {BLOCK}" if axes else f"{own}0 // {BLOCK}"
-    out.assign("blocks", f"{lists} + tl.cast({row}, tl.int64) * list_length", "numbers of blocks cut by the mask and fully visible, then the blocks")
-    out.assign("partial_tiles", f"tl.load(blocks) * ({wide} // {block})")
-    out.assign("count", f"partial_tiles + tl.load(blocks + 1) * ({wide} // {block})")
-    out.assign("partial_tiles", "tl.where(count == 0, 1, partial_tiles)")
-    out.assign("count", "tl.maximum(count, 1)", "at least one tile, if a hidden one")
-    return "(t < partial_tiles)"
-
-
-def tile_start(site: Site, x: str, t: str) -> str:
-    """Where tile number t begins."""
-    block, wide = ("BLOCK_N", BLOCK) if x == "j" else ("BLOCK_M", FINE)
-    if not site.listed:
-        return f"start + {t} * {block}"
-    split = f"({wide} // {block})"
-    return f"tl.load(blocks + (2 + {t} // {split})) * {wide} + {t} % {split} * {block}"
 
 
 # -------------------------------------------------------------------------------------------------------------- tiles

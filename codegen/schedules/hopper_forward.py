@@ -5,22 +5,23 @@ the product Q K^T of a tile before the product P V of the tile before it, so tha
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...expr import Const, Var
-from ...spec import EmptyRow
 from ..gluon import Partition, WarpSpecialized
-from ..parts import LOG2E, Chunk, Site, count, extent, local, matrix, pieces
-from ..philox import kept_scale
+from ..parts import Site, count, extent, local, matrix, pieces
 from ..program import Program
 from ..reads import across
 from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
-from .hopper_locate import descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, told_at, told_of, worked_out
-from .hopper_softmax import across_threads, awaits_values, by_threads, is_bounded, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weight_unit, weights
+from .hopper_lists import list_arguments, listed_tiles, tile_start
+from .hopper_locate import by_row_tiles, descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, tiles_of_rows, told_at, told_of, worked_out
+from .hopper_output import finish, reads_again, staged
+from .hopper_softmax import awaits_values, by_threads, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weights
 from .hopper_turns import begin_turn, end_turn, in_turn
 from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
-from .hopper import ROWS, barriers, block_shape, list_arguments, listed_tiles, position, read_by_tma, reserve, tile_start
-from .hopper import is_laden, tile_view, tiles_name, tma_arguments
+from .hopper import ROWS, barriers, block_shape, read_by_tma, reserve, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """Warpgroups -> registers of a thread of each, and of the producer; 64K in all, shared by 12 and 16 warps."""
@@ -30,6 +31,8 @@ READING = 232, 40
 
 def forward_kernel(site: Site) -> Kernel:
     """out and log-sum-exp, BLOCK_M = 64 * warpgroups query rows of one batch index at a time."""
+    if by_row_tiles(site):  # which begin anywhere, and so do tiles of their keys
+        site = replace(site, whole=False)
     spec, warpgroups = site.spec, site.warpgroups
     kernel = WarpSpecialized("attention_forward", "One program for each multiprocessor: takes tiles of query rows, one after the other.",
                              tma_arguments(site, {"Taken": "taken"} | worked_out(site) | list_arguments(site, "j"),
@@ -45,7 +48,7 @@ def forward_kernel(site: Site) -> Kernel:
     reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
     reserve(site, out, "v_ring", "V", "STAGES", "BLOCK_N")
     reserve_tiles(site, out, warpgroups, ROWS, "BLOCK_N")
-    for c, name, _ in _staged(site):
+    for c, name, _ in staged(site):
         if name.startswith("out"):
             out.assign(name, f"gl.allocate_shared_memory({tiles_name('Out', c)}.dtype, [{warpgroups}, {block_shape(site, 'Out', ROWS, c)}], "
                              f"{tiles_name('Out', c)}.layout)")
@@ -68,28 +71,6 @@ def forward_kernel(site: Site) -> Kernel:
     return kernel
 
 
-def _reads_again(site: Site) -> bool:
-    """Does a warpgroup read again behind the loop where its tile is? That loop lacks registers for it."""
-    return is_told(site) and (site.spec.dropout > 0 or len(site.v_chunks) > 1 or site.Dv > 192 or speculates(site))
-
-
-def _staged(site: Site) -> list[tuple[Chunk, str, str]]:
-    """(piece of the output, its place in shared memory, which of them) for those that TMA stores: where q's was if that is as wide."""
-    found = []
-    for n, c in enumerate(site.v_chunks[:1] if stores_directly(site) else site.v_chunks):
-        like = site.qk_chunks[n] if n < len(site.qk_chunks) else None
-        apart = like is None or like.width != c.width
-        found.append((c, f"out_tile{c.suffix}" if apart else f"q_tile{like.suffix}", "WARPGROUP" if apart else "own"))
-    return found
-
-
-def stores_directly(site: Site) -> bool:
-    """Does a second piece of the output go to memory from registers? The assembler keeps from tile to tile what says where TMA is to store, though nothing reads
-    it, and beside tables that end, lists and masks of data it has no registers for two. Without need it is 15 % slower to 7 % faster."""
-    laden = site.listed or is_uneven(site) and is_laden(site.spec, max(site.D, site.Dv))
-    return len(site.v_chunks) > 1 and (bool(ended(site)) or laden)
-
-
 def _q_slot(site: Site, turn: str = "turn") -> str:
     return "0" if site.q_tiles == 1 else f"{turn} % {site.q_tiles}"
 
@@ -106,7 +87,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
         out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
     out.assign("number", "tl.program_id(0)")
     if uneven and not is_by_host(site):
-        out.assign("last", " * ".join(["tl.cdiv(M, BLOCK_M)", *(f"late({extent(a)}, number)" for a in site.spec.axes)]) + " - 1")
+        out.assign("last", " * ".join([tiles_of_rows(site), *(f"late({extent(a)}, number)" for a in site.spec.axes)]) + " - 1")
     out.assign("turn", "0")
     out.assign("tile", "0", "counts tiles of keys over all turns")
 
@@ -209,7 +190,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         next_tile()
     with out.block(f"while {told} >= 0:" if is_uneven(site) else "while number <= last:"):
         if is_told(site):
-            read_told(*rest)
+            read_told(*(name for name in rest if name != "row_end"))
             if "start" in returns and "start" not in rest:
                 out.assign("start", "0")
         else:
@@ -271,14 +252,14 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         out.assign("tile", "tile + 1")
         if ends and not down:
             _pass(site, out, last, "count")
-        if _reads_again(site):
-            read_told("z", *map(local, spec.axes), "i0")
+        if reads_again(site):
+            read_told(*(name for name in told_of(site, returns) if name in ("z", *map(local, spec.axes), "i0", "row_end")))
             out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
             out.assign("i", f"i0 + gl.arange(0, {ROWS}, rowwise)")
             out.assign("own", "own + (z >> 31)", "0, which nothing knows ahead of the loop: an address is made of it")
         elif speculates(site):
             out.assign("i", f"late(i0, z) + gl.arange(0, {ROWS}, rowwise)", "again: no register kept it")
-        _finish(site, out)
+        finish(site, out)
         if not several:
             out.line("tma.store_wait(0)")
             out.line("mbarrier.arrive(q_empty.index(0), count=1)")
@@ -362,39 +343,3 @@ def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
     for load in site.raw.loads:
         if {"i", "j"} <= load.variables and load not in (*tiled, *ended(site)):
             program.value(load)
-
-
-def _finish(site: Site, out: Writer) -> None:
-    spec = site.spec
-    across_threads(site, out)
-    scale = f"{kept_scale(spec.dropout) * weight_unit(site)!r}"
-    if site.can_be_empty and spec.empty_row is not EmptyRow.NAN:
-        out.assign("scale", f"tl.where(l == 0.0, 0.0, {scale} / l)", "rows that see no key are 0")
-    else:
-        out.assign("scale", f"{scale} / l")
-    lse = "tl.log(l)" if is_bounded(site) else f"m * {1 / LOG2E if speculates(site) else site.factor!r} + tl.log(l)"
-    M = "late(M, z)" if _reads_again(site) else "M"  # its sign too would be kept from before all partitions
-    out.line(f"tl.store(Lse + tl.cast(z, tl.int64) * {M} + i, {lse}, mask=i < M)")
-    for n, c in enumerate(site.v_chunks):
-        out.assign(f"acc{c.suffix}", f"acc{c.suffix} * gl.convert_layout(scale, gl.SliceLayout(1, values{c.suffix}))[:, None]")
-        for _, tile, at in _staged(site)[n: n + 1]:
-            out.line(f"{tile}.index({at}).reshape([{ROWS}, {c.width}]).store(acc{c.suffix}.to({tiles_name('Out', c)}.dtype))")
-    out.line("fence_async_shared()")
-    out.line("barrier()")
-    for c, tile, at in _staged(site):
-        out.line(f"tma.async_copy_shared_to_global({tiles_name('Out', c)}, {position(site, 'Out', 'i0', c)}, {tile}.index({at}))")
-    if stores_directly(site):
-        _store_directly(site, out, site.v_chunks[1])
-
-
-def _store_directly(site: Site, out: Writer, c: Chunk) -> None:
-    """A piece of the output, four bytes at a time."""
-    step = lambda axis, now: f"late(stride_o_{axis}, {now})" if _reads_again(site) else f"stride_o_{axis}"
-    rowwise, columnwise = (f"gl.SliceLayout({n}, values{c.suffix})" for n in (1, 0))
-    out.assign("row", f"gl.convert_layout(i, {rowwise})[:, None]")
-    out.assign("column", f"gl.arange(0, {c.width}, {columnwise})[None, :]")
-    batch = "".join(f" + tl.cast({local(a)}, tl.int64) * {step(a, local(a))}" for a in site.spec.axes)
-    out.assign("place", f"Out{batch} + {c.start} + tl.cast(row, tl.int64) * {step('m', 'z')} + column")
-    out.assign("place", "tl.multiple_of(place, [1, 16])", "bytes: rows of an output start at such")
-    inside = f"(row < M) & (column < {site.Dv - c.start})" if c.masked else "row < M"
-    out.line(f"tl.store(place, acc{c.suffix}.to(Out.dtype.element_ty), mask={inside})")

@@ -18,7 +18,8 @@ from ..program import Program, local
 from ..reads import across
 from ..writer import Writer
 from .common import PADDING, has_slopes
-from .hopper import list_arguments, listed_tiles, segments
+from .hopper import segments
+from .hopper_lists import list_arguments, listed_tiles
 from .hopper_captured import assign_batch, shares, tile_loads
 
 MOST = 6

@@ -13,6 +13,7 @@ from ..ranges import Bounds, bounds, linear
 from .forward import heavy_last
 from .hopper import ROWS, is_crowded, is_laden, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
+from .row_tiles import takes
 
 L2_KIB = 12 * 1024
 """Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
@@ -48,13 +49,28 @@ def worked_out(site: Site) -> dict[str, str]:
     return {"tiles": tiles, "last": f"{tiles} * {all} - 1"} | together
 
 
+def row_tiles(spec: AttentionSpec, tiled: Sequence[str], head: int, listed: bool) -> bool:
+    """Do tiles of rows begin where documents do (`row_tiles`)?"""
+    return listed and takes(spec) and not by_host(spec, tiled, head)
+
+
+def by_row_tiles(site: Site) -> bool:
+    """As `row_tiles`."""
+    return row_tiles(site.spec, site.tiled, max(site.D, site.Dv), site.listed)
+
+
+def tiles_of_rows(site: Site) -> str:
+    """How many tiles of rows a batch index has; at most, where the data say where they begin."""
+    return "tl.load(RowTiles)" if by_row_tiles(site) else "tl.cdiv(M, BLOCK_M)"
+
+
 def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
     """The function that says where a tile is, the names of what it returns, and the condition of a partial tile of keys."""
     spec, axes, ends = site.spec, site.spec.axes, site.by_rows
     function = Partition("locate", "A tile of query rows by number: batch index, first row, and the tiles of keys that its rows see.")
     out = function.body
     if not is_by_host(site):
-        out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
+        out.assign("tiles", tiles_of_rows(site))
     if visits_together(site.spec, site.tiled):
         if not is_by_host(site):
             out.assign("all", count(axes))
@@ -67,17 +83,19 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
         assign_batch(site, out, axes, "z", "first + rest % size")
         if heavy_last(ends.hi):
             tiles = "late(tiles, number)" if is_by_host(site) else "tiles"
-            out.assign("i0", f"({tiles} - 1 - rest // size) * BLOCK_M", "the rows with most keys first: short ones fill the gaps")
+            number, why = f"({tiles} - 1 - rest // size)", "the rows with most keys first: short ones fill the gaps"
         else:
-            out.assign("i0", "rest // size * BLOCK_M")
+            number, why = "rest // size", ""
     else:
         out.assign("z", "number // tiles")
-        out.assign("i0", "number % tiles * BLOCK_M")
+        number, why = "number % tiles", ""
+    first = "row_tile" if by_row_tiles(site) else "i0"
+    out.assign(first, number if by_row_tiles(site) else f"{number} * BLOCK_M", why)
     decode(out, axes, "z")
+    if site.listed:
+        return function, ["z", *(local(a) for a in axes), first], "t < partial_tiles"
     if any(Var("i1") in e.leaves for e in (ends.lo, ends.hi, ends.full_lo, ends.full_hi)):
         out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
-    if site.listed:
-        return function, ["z", *(local(a) for a in axes), "i0"], "t < partial_tiles"
     program = Program(spec, out.section(), inner="j")
     partial = segments(ends, program, out, "j", "BLOCK_N", "N", site.hides_beyond, site.can_be_empty)
     out.assign("count", "tl.cdiv(stop - start, BLOCK_N)")
@@ -106,6 +124,8 @@ def told_of(site: Site, returns: list[str]) -> list[str]:
     the tile's own."""
     if not is_told(site):
         return ["number"]
+    if by_row_tiles(site):  # what the list says of the tile
+        return [*returns[:-1], "i0", "row_end"]
     return [name for name in returns if name != "start" or site.by_rows.lo != Const(0)]
 
 

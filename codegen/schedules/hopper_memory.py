@@ -22,7 +22,7 @@ from ..ranges import bounds
 from ..reads import averages
 from .hopper import is_laden
 from .hopper_captured import outermost, shares
-from .hopper_locate import by_host, tells, visits_together
+from .hopper_locate import by_host, row_tiles, tells, visits_together
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
@@ -66,7 +66,7 @@ def q_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, 
 
 @functools.lru_cache(maxsize=4096)
 def stores_directly(spec: AttentionSpec, problem: Problem, listed: bool) -> bool:
-    """As `hopper_forward.stores_directly`."""
+    """As `hopper_output.stores_directly`."""
     laden = listed or is_laden(spec, max(problem.D, problem.Dv)) and not bounds(spec.visible, "j").is_total
     return len(_pieces(problem.Dv)) > 1 and (QK in spec.score.leaves and any(map(ends, spec.score.loads)) or laden)
 
@@ -99,7 +99,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         found += [((stages + 1) * n * _element(load), 16) for load in vectors(spec, "j")]
         found += [(queries * NUMBER, 16)] * (2 * listed) + [((stages + 1) * NUMBER, 16)] * (listed + bool(compared(spec)))
         uneven = not bounds(spec.visible, "j").is_total
-        found += [(queries * NUMBER * number, 16) for number in [_told(spec, problem, listed)] if number]
+        found += [(queries * NUMBER * number, 16) for number in [_told(spec, problem, tiled, listed)] if number]
         found += [(queries * BARRIER, 16)] * 2 + [(stages * BARRIER, 16)] * 4
         # the last: a byte for each warp of the other partitions
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 4)])
@@ -195,7 +195,9 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     extents, pieces, v_pieces = problem.extents, len(_pieces(problem.D)), len(_pieces(problem.Dv))
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     directly = stores_directly(spec, problem, listed)
-    maps = ADDRESS * 2 * (pieces + v_pieces) + NUMBER * (1 + len(spec.axes)) * directly  # instead of a map for a piece of the output its address and strides
+    apart = row_tiles(spec, tiled, max(problem.D, problem.Dv), listed)  # some of their output goes to memory from registers
+    maps = ADDRESS * 2 * (pieces + v_pieces) + NUMBER * (1 + len(spec.axes)) * (directly or apart)  # instead of a map for a piece of it its address and strides
+    maps += ADDRESS * (apart and not directly)
     rings = pieces * (q + k) + v_pieces * v + len(_staged_apart(problem, directly)) * out + 6 * _buffer(2)
     first = visits_together(spec, tiled)  # how many batch indices there are
     beside = (3 * listed + bool(compared(spec)) + len(vectors(spec, "i")) + len(vectors(spec, "j"))) * _buffer(2) + ADDRESS * listed
@@ -206,14 +208,15 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     if listed:
         # lists of a batch index; their length, and N only where that is asked for
         sizes += NUMBER * (bool(spec.mask().axes) + names_length(spec, problem, tiled))
-    beside += _buffer(2) * (_told(spec, problem, listed) > 0)
+    beside += _buffer(2) * (_told(spec, problem, tiled, listed) > 0)
     return maps + rings + sizes + ADDRESS + ADDRESS * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
 
 
 def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) -> bool:
     """Do partitions of a forward that takes tiles from lists name N: to tell which batch indices go together, to hide keys beyond it, not to read there, or
     for a position?"""
-    site = Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, wide=problem.M <= problem.N, whole=problem.N % BLOCK == 0)
+    site = Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, wide=problem.M <= problem.N,
+                whole=problem.N % BLOCK == 0 and not row_tiles(spec, tiled, max(problem.D, problem.Dv), True))
     read = any("j" in load.variables and load.name not in tiled for load in spec.loads)
     named = any(map(ends, spec.score.loads)) or any(Var("N") in e.leaves for e in (spec.score, spec.visible, spec.empty_over))
     grouped = visits_together(spec, tiled) and not by_host(spec, tiled, max(problem.D, problem.Dv))
@@ -221,7 +224,7 @@ def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def _told(spec: AttentionSpec, problem: Problem, listed: bool) -> int:
+def _told(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> int:
     """How many numbers the one warp of forward tells the warpgroups (`hopper_locate.told_of`)."""
     found = bounds(spec.visible, "j")
     if found.is_total and not listed:
@@ -229,7 +232,7 @@ def _told(spec: AttentionSpec, problem: Problem, listed: bool) -> int:
     if not listed and not tells(spec, max(problem.D, problem.Dv)):
         return 1
     whole = problem.N % BLOCK == 0 and found.full_hi == Var("N")
-    return 2 + len(spec.axes) + (0 if listed else 1 + (found.lo != Const(0)) + found.has_full * ((not found.starts_full) + (not whole)))
+    return 2 + len(spec.axes) + (row_tiles(spec, tiled, max(problem.D, problem.Dv), listed) if listed else 1 + (found.lo != Const(0)) + found.has_full * ((not found.starts_full) + (not whole)))
 
 
 def _of_the_warp(spec: AttentionSpec, listed: bool) -> tuple[Load, ...]:

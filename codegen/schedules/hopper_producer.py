@@ -14,7 +14,8 @@ from ..program import Program
 from ..writer import Writer
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
-from .hopper import read_by_tma, tile_start
+from .hopper import read_by_tma
+from .hopper_lists import tile_start
 from .hopper_keys import HALF, NEXT, await_place, each_tile, each_tile_ahead, end_step, frees_late, is_apart, partial_tiles, read_vectors, rows_told, slot_and_phase
 from .hopper_keys import do_place, slot_of, takes_turns, tell, tell_keys, has_single_do
 

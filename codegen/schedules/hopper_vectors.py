@@ -14,6 +14,7 @@ from ..program import Program, local
 from ..ranges import Bounds, bounds
 from ..writer import Writer
 from .blocks import certain_where, separable
+from .hopper_locate import by_row_tiles
 
 MOST = 6
 """Vectors that get a ring, 8 bytes an element at most; warpgroups load the others themselves."""
@@ -122,7 +123,8 @@ def read_rows(site: Site, out: Writer) -> tuple[dict[str, str], Program]:
     """Ring -> value, of what belongs to a tile of rows; and the program that reads what belongs to its tiles of keys."""
     found = {"next_count": "gl.full([1], count, gl.int32, lane)", "next_partial": "gl.full([1], partial_tiles, gl.int32, lane)"} if site.listed else {}
     if vectors(site.spec, "i"):
-        out.assign("i", "i0 + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))")
+        rows = "i0 + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))"
+        out.assign("i", f"tl.minimum({rows}, row_end - 1)" if by_row_tiles(site) else rows)  # those of another tile would count as cut by the mask
     rows = Program(site.spec, out.section(), inner="j")
     found |= _values(site, rows, "i")
     for n, (op, row, _) in enumerate(compared(site.spec)):

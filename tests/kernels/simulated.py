@@ -295,7 +295,7 @@ def test_rest_of_calls_of_the_op_that_are_alike():
 
     def both(length: int, outer: int, needs: list[bool], seed: int) -> int:
         q, k, v, aux, _, sizes = inputs(s, problem(M=length, dtype="float16", D=64), seed=seed)
-        out, lse = op.attention(q, k, v, aux, None, [], s.line, None, None, outer)
+        out, lse = op.attention(q, k, v, aux, None, [], s.line, None, None, None, outer)
         found = op.attention_backward(out, None, q, k, v, aux, None, out, lse, [], s.line, needs, None, None)
         expected, _ = launch.forward(s, q, k, v, aux, None, sizes, outer=outer)
         assert torch.equal(out, expected) and out.stride() == expected.stride()
@@ -308,3 +308,12 @@ def test_rest_of_calls_of_the_op_that_are_alike():
     assert known == [4, 4, 8, 12, 14]  # a call is known by the text and by the spec, forward and backward
     calls.forget()
     assert both(37, 1, every, 0) == 4
+
+
+@pytest.mark.parametrize("head, kind, length, dtype", [(64, "self", 700, "bfloat16"), (128, "gqa", 640, "bfloat16"), (80, "self", 520, "float16"), (192, "self", 450, "bfloat16")])
+def test_rest_of_tiles_that_begin_where_documents_do(head, kind, length, dtype):
+    s, p = spec(EVERY["documents"], kind), problem(kind, head, dtype, M=length, batch=2)
+    q, k, v, (doc,), seed, sizes = inputs(s, p)
+    at = torch.arange(length)
+    doc = torch.stack([(at + 37) // 150, at // 290 * 7 % 5])[: doc.shape[0]]
+    run(s, p, operands=(q, k, v, [doc], seed, sizes), listed=True).within_budget()
