@@ -125,15 +125,15 @@ def document_tiles(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequ
 
 def tiles_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """As `lists_for`, the first of `document_tiles`."""
-    return document_tiles(*_of_mask(spec, aux, sizes, q, k), q)[0]
+    return document_tiles(*of_mask(spec, aux, sizes, q, k), q)[0]
 
 
 def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Lists:
     """The lists of a whole spec's mask: `aux` and `sizes` as the attention op takes them (extents of all axes first)."""
-    return block_lists(*_of_mask(spec, aux, sizes, q, k), q)
+    return block_lists(*of_mask(spec, aux, sizes, q, k), q)
 
 
-def _of_mask(spec: AttentionSpec, aux, sizes, q, k) -> tuple[AttentionSpec, list[torch.Tensor], list[int]]:
+def of_mask(spec: AttentionSpec, aux, sizes, q, k) -> tuple[AttentionSpec, list[torch.Tensor], list[int]]:
     """The mask, its captured tensors and its sizes, from those of the whole spec."""
     mask, table = spec.mask(), dict(zip((*spec.axes, *spec.sizes), sizes))
     tensors = {a.name: t for a, t in zip(spec.aux, aux)}

@@ -31,8 +31,8 @@ def wide_product(a, FACTOR: gl.constexpr):
 
 @gluon.jit
 def philox(seed, c0, c1, c2, vary):
-    """Philox-4x32: four words of 32 random bits for the counter (c0, c1, c2, 0). vary: 0; where the compiler does not know that of a thread, it keeps keys
-    in the thread's registers, not in those that a warp shares, from which an xor starts half as often."""
+    """Philox-4x32: four words of 32 random bits for the counter (c0, c1, c2, 0). vary: 0; where the compiler does not know that,
+    it keeps keys in each thread's registers, not in those that a warp shares, from which an xor starts half as often."""
     k0 = seed.to(gl.uint32) + vary
     k1 = (seed >> 32).to(gl.uint32) + vary
     c3 = c2 * 0
@@ -108,7 +108,7 @@ def random_bits(seed, z, a0, b0, unknown, ROWS: gl.constexpr, COLUMNS: gl.conste
     else:
         one = (c + unknown) % 2
         b = b + c // 2 % 2 * 4 + one * 16
-        vary = (a >> 31).to(gl.uint32) + zero  # the backward is 3 % slower for it (H200, head size 64), this forward 4 % faster
+        vary = (a >> 31).to(gl.uint32) + zero  # not above: H200, head size 64, a backward 3 % slower, this forward 4 % faster
         w0, w1, w2, w3 = philox(seed, b.to(gl.uint32) + zero, a.to(gl.uint32) + zero, z, vary)
         lane: gl.constexpr = "1"
     one = one.to(gl.uint32) + zero != 0

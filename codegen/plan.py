@@ -25,7 +25,7 @@ from .gpu import EXACT, GPU, units
 from .packing import packed_axes
 from .limits import has_relative, shared_bytes
 from .registers import registers_per_thread, resident
-from .schedules import hopper, hopper_captured, hopper_memory
+from .schedules import hopper, hopper_captured, hopper_locate, hopper_memory
 
 DIRECTIONS = ("forward", "backward")
 SCHEDULES = ("triton", "hopper")
@@ -52,6 +52,7 @@ class Plan:
     descriptors  tiles are read by the tensor memory accelerator
     aligned    strides of q, k, v and dO are multiples of 16 bytes
     listed     tiles to visit come from the mask's run-time summary
+    documents  and tiles of rows begin where long runs of one id do
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
     stored     captured tensor whose gradient their backward stores as it goes
     ordered    their backward adds dQ up in a fixed order
@@ -77,6 +78,7 @@ class Plan:
     rows: Plan | None = None
     dense: Plan | None = None
     listed: bool = False
+    documents: bool = False
     tiled: tuple[str, ...] = ()
     stored: str = ""
     ordered: bool = False
@@ -115,7 +117,7 @@ class Plan:
         own = (f"{self.kernel} {self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages, "
                f"{self.shared / 1024:.0f} KiB shared{', TMA' if self.descriptors else ''}")
         if self.listed:
-            own += f", tiles from a list of {self.listed_rows}x{BLOCK} blocks made at run time"
+            own += f", tiles from a list of {self.listed_rows}x{BLOCK} blocks made at run time" + ", rows from where documents begin" * self.documents
         if self.packed:
             own += ", heads that share keys in one tile"
         if self.parts != 1:
@@ -323,10 +325,11 @@ class _Asked:
         m, n, _, stages = best.tiles
         ordered = kernel == "keys" and deterministic()  # whose turn it is lies in shared memory too
         turns = kernel == "keys" and OVERRIDE.get("turns", not ordered and self.takes_turns(m, n)) and grouped(spec)
+        documents = kernel == "forward" and hopper_locate.row_tiles(spec, self.tiled, max(problem.D, problem.Dv), self.listed)
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored), turns)
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,
-                             best.registers, dense=self.dense, listed=self.listed, tiled=self.tiled, stored=self.stored, ordered=ordered, turns=turns))
+                             best.registers, dense=self.dense, listed=self.listed, documents=documents, tiled=self.tiled, stored=self.stored, ordered=ordered, turns=turns))
 
     def takes_turns(self, m: int, n: int) -> bool:
         """As `Plan.turns`. Where data decide which rows see which keys, as ids of documents do, nobody knows beforehand which tiles of keys most rows see."""

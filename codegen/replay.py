@@ -40,8 +40,9 @@ class Watched:
         args, options = fitted(self.kernel, args, self.more), options | self.more
         compiled = self.kernel[grid](*args, **options)
         recording = getattr(_active, "recording", None)
-        if recording is not None:
+        while recording is not None:  # those around it too: a host function may call another's
             recording.launched(compiled, (*grid, 1, 1)[:3], [*args, *(self._option(name, options) for name in self.kernel.arg_names[len(args):])])
+            recording = recording.outer
 
     def _option(self, name: str, options: dict):
         return options[name] if name in options else self.kernel.signature.parameters[name].default

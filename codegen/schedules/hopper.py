@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Sequence
 
 from ...compat import interpreting
 from ...expr import QK, Call, Const, Expr, Var, conjuncts, walk
 from ...region import Problem
-from ...spec import BLOCK, AttentionSpec
+from ...spec import AttentionSpec
 from ..captured import differentiable_loads, ends, is_overfull
 from ..factors import peel
 from ..limits import padded

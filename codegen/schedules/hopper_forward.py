@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...expr import Const, Var
 from ..gluon import Partition, WarpSpecialized
-from ..parts import Site, count, extent, local, matrix, pieces
+from ..parts import Site, count, extent, local, pieces
 from ..program import Program
 from ..reads import across
 from ..writer import Kernel, Writer

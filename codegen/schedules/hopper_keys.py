@@ -14,7 +14,7 @@ from ..captured import ends
 from ..gluon import Partition
 from ..limits import padded
 from ..parts import Site, count, decode
-from ..program import Program, local
+from ..program import Program, local, pointer
 from ..reads import across
 from ..writer import Writer
 from .common import PADDING, has_slopes
@@ -180,7 +180,7 @@ def keys_from_rings(site: Site, program: Program) -> None:
 
 def reserve_numbers(site: Site, out: Writer) -> None:
     for load in key_loads(site):
-        dtype = {FLOAT: "gl.float32", BOOL: "gl.int32"}.get(load.kind, f"{local(load.name)}_ptr.dtype.element_ty")
+        dtype = {FLOAT: "gl.float32", BOOL: "gl.int32"}.get(load.kind, f"{pointer(load.name)}.dtype.element_ty")
         out.assign(_key_ring(site, load), f"gl.allocate_shared_memory({dtype}, [{key_tiles(site)}, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     # the warpgroup of dQ still reads a place when the others have left the rows of the next step
     for name, numbers in (("keys_told", str(key_tiles(site) * len(_keys_told(site)))), ("rows_told", f"2 * STAGES * {len(rows_told(site))}")):

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from ...expr import BOOL, FLOAT, Load
 from ..gluon import Partition
-from ..parts import Site, count, decode, flatten, local
-from ..program import Program
+from ..parts import Site, count, decode, flatten
+from ..program import Program, pointer
 from ..writer import Writer
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
@@ -36,7 +36,7 @@ def reserve_rows(site: Site, out: Writer) -> None:
     """Rings of the row vectors."""
     types = {name: "gl.float32" for name in ("lse2_ring", "delta_ring", *(["mean_ring"] if site.averages else []))}
     kinds = {FLOAT: "gl.float32", BOOL: "gl.int32"}
-    types |= {row_ring(site, load): kinds.get(load.kind, f"{local(load.name)}_ptr.dtype.element_ty") for load in row_loads(site)}
+    types |= {row_ring(site, load): kinds.get(load.kind, f"{pointer(load.name)}.dtype.element_ty") for load in row_loads(site)}
     for name, dtype in types.items():
         out.assign(name, f"gl.allocate_shared_memory({dtype}, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
 

@@ -10,7 +10,7 @@ import functools
 from ...expr import BOOL, FLOAT, Const, Expr, Load, Var, conjuncts
 from ...spec import AttentionSpec
 from ..parts import Site
-from ..program import Program, local
+from ..program import Program, pointer
 from ..ranges import Bounds, bounds
 from ..writer import Writer
 from .blocks import certain_where, separable
@@ -58,7 +58,7 @@ def reserve_vectors(site: Site, out: Writer) -> None:
     kinds = {FLOAT: "gl.float32", BOOL: "gl.int32"}
     for index, places, size in (("i", site.q_tiles, "BLOCK_M"), ("j", "STAGES + 1", "BLOCK_N")):
         for load in vectors(site.spec, index):
-            _reserve(out, _ring(site, load), kinds.get(load.kind, f"{local(load.name)}_ptr.dtype.element_ty"), places, size)
+            _reserve(out, _ring(site, load), kinds.get(load.kind, f"{pointer(load.name)}.dtype.element_ty"), places, size)
 
 
 # ------------------------------------------------------------------------------------------------- masks of two kinds

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Sequence
 
-from ...expr import Call, Expr, Var, conjuncts, substitute
+from ...expr import Expr, Var, conjuncts, substitute
 from ...spec import BLOCK, FINE, AttentionSpec
 from ..parts import count, decode, extent
 from ..program import Program, local, pointer, stride

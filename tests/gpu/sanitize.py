@@ -21,13 +21,15 @@ attention[b, h, i, j]
   drop    0.1
   out   = softmax_j(score) . v[b, h, j]"""
 TEXTS = {"dropout": TEXT, "plain": "\n".join(line for line in TEXT.splitlines() if line.split()[0] not in ("where", "empty", "drop"))}
+TEXTS["documents"] = "\n".join({"qk": "  given   doc: int[2]\n" + line, "where": "  where   (doc[b, i] == doc[b, j]) & (j <= i)", "drop": ""}.get(line.split()[0], line)
+                             for line in TEXT.splitlines()).replace("\n\n", "\n")
 RUNS = (("triton", 64, "dropout"), ("triton", 128, "dropout"), ("hopper", 64, "dropout"), ("hopper", 128, "dropout"), ("hopper", 256, "dropout"),
-        ("hopper", 64, "plain"), ("hopper", 128, "plain"))
+        ("hopper", 64, "plain"), ("hopper", 128, "plain"), ("hopper", 64, "documents"), ("hopper", 128, "documents"))
 LENGTH = 300
 
 
 def both(schedule: str, head: int, kind: str) -> None:
-    """Forward and backward, of causal attention with dropout or of plain attention, for which kernels have other ways."""
+    """Forward and backward, of causal attention with dropout, or of those for which kernels have other ways: plain attention, and packed documents."""
     import torch
 
     from flashfx.codegen import launch
@@ -35,13 +37,15 @@ def both(schedule: str, head: int, kind: str) -> None:
     from flashfx.codegen.selfcheck import inputs
     from flashfx.region import Problem
     from flashfx.spec import AttentionSpec
+    from tests.kernels.run import in_runs, summary
     spec, problem = AttentionSpec.parse(TEXTS[kind]), Problem((1, 2), LENGTH, LENGTH, head, head, "bfloat16", "bfloat16")
     with overridden(schedule=schedule):
-        q, k, v, aux, seed, sizes = inputs(spec, problem, "cuda")
-        out, lse = launch.forward(spec, q, k, v, aux, seed, sizes)
-        grads = launch.backward(spec, torch.ones_like(out), q, k, v, aux, seed, out, lse, sizes, [True] * 3)
+        q, k, v, aux, seed, sizes = in_runs(spec, inputs(spec, problem, "cuda"))
+        lists = summary(spec, aux, sizes, q, k) if aux else None
+        out, lse = launch.forward(spec, q, k, v, aux, seed, sizes, lists)
+        grads = launch.backward(spec, torch.ones_like(out), q, k, v, aux, seed, out, lse, sizes, [True] * 3 + [False] * len(aux), None, lists and lists[:2])
     torch.cuda.synchronize()
-    assert all(t.isfinite().all() for t in (out, *grads))
+    assert all(t.isfinite().all() for t in (out, *grads[:3]))
 
 
 def checked(tool: str, schedule: str, head: int, kind: str, limit: int) -> tuple[str, str]:

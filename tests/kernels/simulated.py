@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from flashfx import op
-from flashfx.codegen import calls, gpu, launch, triton_host
+from flashfx.codegen import blocks, calls, gpu, launch, triton_host
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan, overridden
-from flashfx.codegen.schedules import hopper
+from flashfx.codegen.schedules import hopper, row_tiles
 from flashfx.codegen.selfcheck import inputs
+from flashfx.reference import evaluate, index_grid
+from flashfx.spec import BLOCK, FINE, AttentionSpec
 
 from ..thinning import thinned
 from . import gluon_dialect, gluon_simulator
 from .cases import CORE, IDS, KINDS, MORE, problem, spec
 from .gluon_simulator import Deadlock, Race
 from .random_spec import draw
-from .run import rising, run
+from .run import in_runs, rising, run
 
 CARD = replace(BY_NAME["H200"], sms=3)
 """Few multiprocessors, so that each program takes several tiles."""
@@ -310,10 +312,50 @@ def test_rest_of_calls_of_the_op_that_are_alike():
     assert both(37, 1, every, 0) == 4
 
 
-@pytest.mark.parametrize("head, kind, length, dtype", [(64, "self", 700, "bfloat16"), (128, "gqa", 640, "bfloat16"), (80, "self", 520, "float16"), (192, "self", 450, "bfloat16")])
-def test_rest_of_tiles_that_begin_where_documents_do(head, kind, length, dtype):
+@pytest.mark.parametrize("head, kind, length, dtype, name", [(64, "self", 700, "bfloat16", "doc"), (128, "gqa", 640, "bfloat16", "doc"),
+                                                             (80, "self", 520, "float16", "window"), (192, "self", 450, "bfloat16", "begin")])
+def test_rest_of_tiles_that_begin_where_documents_do(head, kind, length, dtype, name):
+    """Ids may be called as the kernels call something else."""
     s, p = spec(EVERY["documents"], kind), problem(kind, head, dtype, M=length, batch=2)
-    q, k, v, (doc,), seed, sizes = inputs(s, p)
-    at = torch.arange(length)
-    doc = torch.stack([(at + 37) // 150, at // 290 * 7 % 5])[: doc.shape[0]]
-    run(s, p, operands=(q, k, v, [doc], seed, sizes), listed=True).within_budget()
+    s = AttentionSpec.parse(str(s).replace("doc", name))
+    run(s, p, operands=in_runs(s, inputs(s, p), seed=head), listed=True).within_budget()
+
+
+@pytest.mark.parametrize("visible", ["(j <= i) & (doc[b, i] == doc[b, j])", "doc[b, i] == doc[b, j]", "(i - j < 100) & (doc[b, i] == doc[b, j]) & (doc[b, i] <= doc[b, j])",
+                                     "(doc[b, i] == doc[b, j]) & (seg[i] == seg[j]) & (j <= i + 40)", "(doc[b, i] == doc[b, j]) & (seg[i] != 3)"])
+@pytest.mark.parametrize("M, N", [(1, 700), (129, 129), (700, 700), (515, 900), (900, 260)])
+def test_rest_of_what_documents_leave(visible, M, N):
+    """Tiles of rows follow each other, BLOCK rows at most; what they and the lists by keys name holds all that is visible, and no more where it says in full."""
+    given = "given doc: int[2]" + "; given seg: int[1]" * ("seg" in visible)
+    s = AttentionSpec.parse(f"attention[b, i, j]; {given}; qk = q[b, i] . k[b, j]; score = qk; where {visible}; empty zero; out = softmax_j(score) . v[b, j]")
+    mask = s.mask()
+    if "seg[i] != 3" in visible:
+        assert not row_tiles.pairs(mask)  # that is no comparison with a value of the key
+        return
+    g, length = torch.Generator().manual_seed(M), max(M, N)
+    for mean in (1, 30, 160, 10000):
+        ids = {"doc": (torch.rand(2, length, generator=g) < 1 / mean).cumsum(-1) * 7 % 11, "seg": torch.arange(length) // 333}
+        aux = [ids[a.name] for a in mask.aux]
+        tiles, keys = blocks.document_tiles(mask, aux, [2, M, N], torch.empty(0))
+        visible_at = evaluate(mask.visible, index_grid(mask, [2], M, N, "cpu"), ids, None, torch.float64).expand(2, M, N)
+        covered = torch.zeros(2, M, N, dtype=torch.int)
+        for b, lines in enumerate(tiles[1:].reshape(2, -1, tiles.shape[1]).tolist()):
+            rows = [line for line in lines if line[0] < M]
+            assert rows == lines[: len(rows)] and [line[0] for line in rows] + [M] == [0] + [line[1] for line in rows] and len(rows) <= int(tiles[0, 0])
+            for first, last, begin, partial, full, *listed in rows:
+                assert last - first <= BLOCK
+                for n, block in enumerate(listed[: partial + full]):
+                    part = slice(begin + block * BLOCK, begin + (block + 1) * BLOCK)
+                    covered[b, first:last, part] += 1
+                    assert n < partial or part.stop <= N and visible_at[b, first:last, part].all()
+        assert covered.max() <= 1 and not (visible_at & (covered == 0)).any()
+        if mean == 10000 and M == N and "j <= i)" in visible:  # one document: nothing that is hidden is visited
+            assert int(covered.sum()) <= (M + BLOCK) * N
+        covered[:] = 0
+        for b, block in itertools.product(range(2), range(keys.shape[1])):
+            partial, full, *listed = keys[b, block].tolist()
+            for n, fine in enumerate(listed[: partial + full]):
+                part = slice(fine * FINE, (fine + 1) * FINE), slice(block * BLOCK, (block + 1) * BLOCK)
+                covered[b][part] += 1
+                assert n < partial or part[1].stop <= N and visible_at[b][part].all()
+        assert covered.max() <= 1 and not (visible_at & (covered == 0)).any()

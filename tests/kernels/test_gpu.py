@@ -14,7 +14,7 @@ from flashfx.codegen.selfcheck import inputs
 from flashfx.spec import AttentionSpec, EmptyRow
 
 from .cases import CORE, IDS, KINDS, MORE, Variant, problem, spec
-from .run import lse_gradient, rising, run
+from .run import in_runs, lse_gradient, rising, run
 from .test_families import FAMILIES, spec as family, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -64,6 +64,13 @@ def test_document_ids(ids):
     s, p = spec(MORE["documents"]), problem("self", 64, "bfloat16", M=1000)
     q, k, v, (doc,), seed, sizes = inputs(s, p, "cuda")
     run(s, p, "cuda", operands=(q, k, v, [IDS[ids](torch.arange(1000, device="cuda")).expand(doc.shape[0], -1)], seed, sizes), listed=True).within_budget()
+
+
+@pytest.mark.parametrize("kind, head, length", [("self", 64, 1000), ("gqa", 128, 2048), ("self", 80, 900), ("self", 192, 1300)])
+def test_tiles_that_begin_where_documents_do(kind, head, length):
+    s, p = spec(MORE["documents"], kind), problem(kind, head, "bfloat16", M=length, batch=2)
+    for mean in (40, 150, 400):
+        run(s, p, "cuda", operands=in_runs(s, inputs(s, p, "cuda"), mean), listed=True).within_budget()
 
 
 @pytest.mark.parametrize("name", [name for name, text in FAMILIES.items() if text != "True"])

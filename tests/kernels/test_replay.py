@@ -1,6 +1,7 @@
 """A replayed call hands Triton's launcher exactly what Triton itself hands it; without a GPU, by a launcher that records."""
 from __future__ import annotations
 
+import contextlib
 import types
 
 import pytest
@@ -70,8 +71,9 @@ def operands(text: str, problem: Problem, seed: int):
     return spec, q, k, v, captured_tensors(spec, problem, dtype=torch.float32), torch.zeros(1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("gpu, parts", [("A100", 1), ("H100", 1), ("A100", 3), ("H100", 3)])  # with pointers, with tensor descriptors; keys in parts
-def test_a_replay_launches_what_triton_launches(gpu, parts, recorder, monkeypatch):
+@pytest.mark.parametrize("gpu, parts, within", [("A100", 1, False), ("H100", 1, False), ("A100", 3, False), ("H100", 3, False), ("H100", 1, True)])
+def test_a_replay_launches_what_triton_launches(gpu, parts, within, recorder, monkeypatch):
+    """With pointers, with tensor descriptors; keys in parts; and a call within another, each with a recording of its own."""
     card, problem = BY_NAME[gpu], Problem((2, 2, 2), 128, 128, 64, 64, "bfloat16", "bfloat16")
     monkeypatch.setattr(driver, "_active", _Driver(card.capability[0] * 10 + card.capability[1]))
     spec = AttentionSpec.parse(TEXT)
@@ -81,7 +83,8 @@ def test_a_replay_launches_what_triton_launches(gpu, parts, recorder, monkeypatc
     replay.watch_launches(module)
 
     def both(q, k, v, seed, bias):
-        out, lse = module.forward(q, k, v, (bias,), seed, (2, 2, 2))
+        with replay.Recording((q, k, v, seed, bias)) if within else contextlib.nullcontext():
+            out, lse = module.forward(q, k, v, (bias,), seed, (2, 2, 2))
         return [out, lse] if parts > 1 else [out, lse, *module.backward(out, q, k, v, (bias,), seed, out, lse, (2, 2, 2))]
 
     calls = []
