@@ -176,7 +176,6 @@ def keys_kernel(mask: AttentionSpec) -> Kernel:
     out.assign("z", "tl.program_id(0) // columns")
     out.assign("j0", "tl.program_id(0) % columns * BLOCK")
     decode(out, mask.axes, "z")
-    out.assign("first_group", "-1", "none is cut")
     out.assign("groups", "columns * (BLOCK // GROUP)")
     out.assign("group", "j0 // GROUP + tl.arange(0, BLOCK // GROUP)")
     out.assign("fines", "tl.cdiv(M, BLOCK) * (BLOCK // FINE)")

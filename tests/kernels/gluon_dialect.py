@@ -159,7 +159,7 @@ def argument(value):
 
 # Dropout's bits pass through registers in ways that a simulation without layouts cannot follow: what they are is written out.
 
-def random_bits(seed, z, a0, b0, unknown, ROWS, COLUMNS, WARPS, TRANSPOSED, LAYOUT):
+def random_bits(seed, z, a0, b0, unknown, ROWS, COLUMNS, WARPS, TRANSPOSED, VARY, LAYOUT):
     first, second = torch.arange(ROWS)[:, None] + int(a0), torch.arange(COLUMNS)[None, :] + int(b0)
     i, j = (second, first) if TRANSPOSED else (first, second)
     return philox.random_bits(int(seed), torch.as_tensor(int(z)), i, j)
