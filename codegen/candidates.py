@@ -108,7 +108,7 @@ def generated(asked: Asked) -> list[Tiles]:
             *found, one = [(64, 128 if head <= 128 else 64, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
             return found if not _exceeds(asked, found[-1], _shared(asked, found[-1])) else [one]  # above 64 one stage mostly spills
         # of documents the warp that copies finds out much between two tiles of rows: H200, head size 64, N = 4096, tiles at multiples of 128, a third stage 4 % faster
-        deep = head <= 64 and hopper_locate.row_tiles(spec, asked.tiled, max(problem.D, problem.Dv), listed)
+        deep = head <= 64 and hopper_locate.takes_row_tiles(spec, asked.tiled, max(problem.D, problem.Dv), listed)
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in ((3,) if deep else (3, 2))
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):

@@ -1,8 +1,10 @@
 """The host functions of a generated file: allocate, launch, and bring gradients of captured tensors into their own shape."""
 from __future__ import annotations
 
+from typing import Sequence
+
 from ..expr import Const, Load
-from ..spec import AttentionSpec
+from ..spec import BLOCK, FINE, AttentionSpec
 from . import captured
 from .parts import Site, count, extent
 from .program import local
@@ -11,7 +13,7 @@ from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
-from .schedules import hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
+from .schedules import hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate, row_tiles
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, sum_shape, turns_shape
@@ -76,14 +78,18 @@ def _shape(items) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
+def _unpack_mask(mask: AttentionSpec, out: Writer) -> None:
+    if mask.aux:
+        out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
+    out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
+
+
 def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
     """Host function of the mask summary: the kinds of all blocks, then lists of them by rows and by columns."""
     out = Writer()
     with out.block("def block_lists(aux, sizes, device):"):
         out.line('"""(rows, keys), as flashfx.codegen.blocks.block_lists."""')
-        if mask.aux:
-            out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
-        out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
+        _unpack_mask(mask, out)
         out.line("R, C, halves = triton.cdiv(M, BLOCKS['BLOCK']), triton.cdiv(N, BLOCKS['BLOCK']), triton.cdiv(M, BLOCKS['FINE'])")
         axes = [extent(a) for a in mask.axes]
         if averages(mask):
@@ -100,6 +106,26 @@ def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
             out.line("kinds.masked_fill_(empty, 1)", "rows that see no key average v: gradients of all keys pass through them")
         out.line(f"attention_lists[({count(mask.axes)} * C,)](kinds, keys, halves * C, 1, C, C, halves, 0, 0, **LISTS)")
         out.line("return rows, keys")
+    return out.text
+
+
+def document_tiles_function(mask: AttentionSpec, kernels: Sequence[Kernel]) -> str:
+    """Host function of `schedules.row_tiles`, whose kernels come in their order."""
+    out = Writer()
+    with out.block("def document_tiles(aux, sizes, device):"):
+        out.line('"""(row_tiles, keys), as flashfx.codegen.blocks.document_tiles."""')
+        _unpack_mask(mask, out)
+        out.line("R, C = triton.cdiv(M, TILES['BLOCK']), triton.cdiv(N, TILES['BLOCK'])")
+        batch = count(mask.axes)
+        out.line(f"cuts = torch.empty({batch} * R, dtype=torch.int32, device=device)")
+        for name, blocks in (("row_ends", f"R * {BLOCK // FINE}"), ("key_ends", f"C * {BLOCK // row_tiles.GROUP}")):
+            out.line(f"{name} = torch.empty({batch} * {blocks} * {2 * len(row_tiles.pairs(mask))}, dtype=torch.int64, device=device)")
+        out.line(f"row_tiles = torch.empty((1 + {batch} * R * 2, {row_tiles.HEAD} + C), dtype=torch.int32, device=device)")
+        shape = ", ".join([*(extent(a) for a in mask.axes), "C", "2 + triton.cdiv(M, TILES['FINE'])"])
+        out.line(f"keys = torch.empty(({shape}), dtype=torch.int32, device=device)")
+        for kernel, grid in zip(kernels, ("max(R, C)", "R * 2", "C")):
+            kernel.call(f"({batch} * {grid},)", out)
+        out.line("return row_tiles, keys")
     return out.text
 
 

@@ -325,7 +325,7 @@ class _Asked:
         m, n, _, stages = best.tiles
         ordered = kernel == "keys" and deterministic()  # whose turn it is lies in shared memory too
         turns = kernel == "keys" and OVERRIDE.get("turns", not ordered and self.takes_turns(m, n)) and grouped(spec)
-        documents = kernel == "forward" and hopper_locate.row_tiles(spec, self.tiled, max(problem.D, problem.Dv), self.listed)
+        documents = kernel == "forward" and hopper_locate.takes_row_tiles(spec, self.tiled, max(problem.D, problem.Dv), self.listed)
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored), turns)
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,

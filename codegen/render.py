@@ -158,7 +158,7 @@ def blocks_module(mask: AttentionSpec):
     if row_tiles.pairs(mask):
         head.line(f"TILES = {{'BLOCK': {BLOCK}, 'FINE': {FINE}, 'GROUP': {row_tiles.GROUP}, 'num_warps': 4}}")
         kernels = row_tiles.cuts_kernel(mask), row_tiles.tiles_kernel(mask), row_tiles.keys_kernel(mask)
-        body += [row_tiles.LARGER, *(k.source for k in kernels), row_tiles.host_function(mask, kernels)]
+        body += [row_tiles.LARGER, *(k.source for k in kernels), host.document_tiles_function(mask, kernels)]
     return load("\n\n\n".join([head.text, *helpers("\n".join(body), True), *body]) + "\n")
 
 

@@ -69,15 +69,19 @@ def attention_lists(Kinds, Lists, stride_z, stride_line, stride_block, lines, co
 """The kernel that makes lists of the kinds; it runs along pairs of rows or, with the strides exchanged, along the columns of blocks."""
 
 
+def arguments(mask: AttentionSpec, results: dict[str, str]) -> dict[str, str]:
+    """Arguments of a kernel that looks at a mask alone, behind what it writes."""
+    found = results | {pointer(a.name): local(a.name) for a in mask.aux}
+    for a in mask.aux:
+        found |= {stride(a.name, d): f"{local(a.name)}.stride({d})" for d in range(a.rank)}
+    return found | {extent(axis): extent(axis) for axis in mask.axes} | {"M": "M", "N": "N"} | {local(s): local(s) for s in mask.sizes}
+
+
 def blocks_kernel(mask: AttentionSpec) -> Kernel:
     """kinds[*axes, row block, key block]: 0 where nothing is visible, 2 where everything is (all keys existing), else 1. Where empty rows average v, seen[*axes, row]:
     1 if the row sees some key, else as it was."""
-    arguments = {"Kinds": "kinds", "Seen": "seen"} | {pointer(a.name): local(a.name) for a in mask.aux}
-    for a in mask.aux:
-        arguments |= {stride(a.name, d): f"{local(a.name)}.stride({d})" for d in range(a.rank)}
-    arguments |= {extent(axis): extent(axis) for axis in mask.axes} | {"M": "M", "N": "N"} | {local(s): local(s) for s in mask.sizes}
-    kernel = Kernel("attention_blocks", "One program: what the mask leaves of two blocks of FINE rows and BLOCK keys.", arguments,
-                    ("BLOCK", "FINE", "ROWS"), "BLOCKS")
+    kernel = Kernel("attention_blocks", "One program: what the mask leaves of two blocks of FINE rows and BLOCK keys.",
+                    arguments(mask, {"Kinds": "kinds", "Seen": "seen"}), ("BLOCK", "FINE", "ROWS"), "BLOCKS")
     out = kernel.body
     out.assign("columns", "tl.cdiv(N, BLOCK)")
     out.assign("j0", "tl.program_id(0) % columns * BLOCK")
@@ -161,14 +165,18 @@ def _intervals(pairs: list[tuple[str, Expr, Expr]], scalars: Program, out: Write
             values = scalars.value(substitute(e, names))
             for end in ("min", "max"):
                 out.assign(f"{end}_{side}_{n}", f"tl.{end}({values}, 0)")
-        for sign in SIGNS[op]:
-            row, key = ("min", "max") if sign[0] == "<" else ("max", "min")
-            possible.append(f"({row}_row_{n} {sign} {key}_key_{n})")
+        possible += possible_where(op, n)
         certain += certain_where(op, n)
     return possible, certain
 
 
 SIGNS = {"eq": ("<=", ">="), "lt": ("<",), "le": ("<=",), "gt": (">",), "ge": (">=",)}
+
+
+def possible_where(op: str, n: int, key: str = "key") -> list[str]:
+    """Conditions on the intervals of pair `n` without which it holds nowhere. key: what the interval of keys is called."""
+    ends = {"<": ("min", "max"), ">": ("max", "min")}
+    return [f"({ends[sign[0]][0]}_row_{n} {sign} {ends[sign[0]][1]}_{key}_{n})" for sign in SIGNS[op]]
 
 
 def certain_where(op: str, n: int) -> list[str]:

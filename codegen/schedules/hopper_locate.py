@@ -49,14 +49,14 @@ def worked_out(site: Site) -> dict[str, str]:
     return {"tiles": tiles, "last": f"{tiles} * {all} - 1"} | together
 
 
-def row_tiles(spec: AttentionSpec, tiled: Sequence[str], head: int, listed: bool) -> bool:
+def takes_row_tiles(spec: AttentionSpec, tiled: Sequence[str], head: int, listed: bool) -> bool:
     """Do tiles of rows begin where documents do (`row_tiles`)?"""
     return listed and takes(spec) and not by_host(spec, tiled, head)
 
 
 def by_row_tiles(site: Site) -> bool:
-    """As `row_tiles`."""
-    return row_tiles(site.spec, site.tiled, max(site.D, site.Dv), site.listed)
+    """As `takes_row_tiles`."""
+    return takes_row_tiles(site.spec, site.tiled, max(site.D, site.Dv), site.listed)
 
 
 def tiles_of_rows(site: Site) -> str:

@@ -22,7 +22,7 @@ from ..ranges import bounds
 from ..reads import averages
 from .hopper import is_laden
 from .hopper_captured import outermost, shares
-from .hopper_locate import by_host, row_tiles, tells, visits_together
+from .hopper_locate import by_host, takes_row_tiles, tells, visits_together
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
@@ -195,7 +195,7 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     extents, pieces, v_pieces = problem.extents, len(_pieces(problem.D)), len(_pieces(problem.Dv))
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     directly = stores_directly(spec, problem, listed)
-    apart = row_tiles(spec, tiled, max(problem.D, problem.Dv), listed)  # some of their output goes to memory from registers
+    apart = takes_row_tiles(spec, tiled, max(problem.D, problem.Dv), listed)  # some of their output goes to memory from registers
     maps = ADDRESS * 2 * (pieces + v_pieces) + NUMBER * (1 + len(spec.axes)) * (directly or apart)  # instead of a map for a piece of it its address and strides
     maps += ADDRESS * (apart and not directly)
     rings = pieces * (q + k) + v_pieces * v + len(_staged_apart(problem, directly)) * out + 6 * _buffer(2)
@@ -216,7 +216,7 @@ def names_length(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]) ->
     """Do partitions of a forward that takes tiles from lists name N: to tell which batch indices go together, to hide keys beyond it, not to read there, or
     for a position?"""
     site = Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, wide=problem.M <= problem.N,
-                whole=problem.N % BLOCK == 0 and not row_tiles(spec, tiled, max(problem.D, problem.Dv), True))
+                whole=problem.N % BLOCK == 0 and not takes_row_tiles(spec, tiled, max(problem.D, problem.Dv), True))
     read = any("j" in load.variables and load.name not in tiled for load in spec.loads)
     named = any(map(ends, spec.score.loads)) or any(Var("N") in e.leaves for e in (spec.score, spec.visible, spec.empty_over))
     grouped = visits_together(spec, tiled) and not by_host(spec, tiled, max(problem.D, problem.Dv))
@@ -232,7 +232,7 @@ def _told(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: b
     if not listed and not tells(spec, max(problem.D, problem.Dv)):
         return 1
     whole = problem.N % BLOCK == 0 and found.full_hi == Var("N")
-    return 2 + len(spec.axes) + (row_tiles(spec, tiled, max(problem.D, problem.Dv), listed) if listed else 1 + (found.lo != Const(0)) + found.has_full * ((not found.starts_full) + (not whole)))
+    return 2 + len(spec.axes) + (takes_row_tiles(spec, tiled, max(problem.D, problem.Dv), listed) if listed else 1 + (found.lo != Const(0)) + found.has_full * ((not found.starts_full) + (not whole)))
 
 
 def _of_the_warp(spec: AttentionSpec, listed: bool) -> tuple[Load, ...]:

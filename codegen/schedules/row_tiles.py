@@ -10,16 +10,15 @@ intervals; and the lists by keys of `flashfx.codegen.blocks`. An interval may sa
 from __future__ import annotations
 
 import functools
-from typing import Sequence
 
 from ...expr import Expr, Var, conjuncts, substitute
-from ...spec import BLOCK, FINE, AttentionSpec
-from ..parts import count, decode, extent
-from ..program import Program, local, pointer, stride
+from ...spec import BLOCK, AttentionSpec
+from ..parts import decode
+from ..program import Program
 from ..ranges import bounds
 from ..reads import averages
 from ..writer import Kernel, Writer
-from .blocks import SIGNS, certain_where, separable
+from .blocks import arguments, certain_where, possible_where, separable
 
 GROUP = 16
 """Keys whose least and greatest value are kept: of a block's keys those of the groups that it touches."""
@@ -51,10 +50,7 @@ def lines(M: int) -> int:
 
 
 def _arguments(mask: AttentionSpec) -> dict[str, str]:
-    found = {"Cuts": "cuts", "KeyEnds": "key_ends", "RowEnds": "row_ends", "RowTiles": "row_tiles", "Lists": "keys"} | {pointer(a.name): local(a.name) for a in mask.aux}
-    for a in mask.aux:
-        found |= {stride(a.name, d): f"{local(a.name)}.stride({d})" for d in range(a.rank)}
-    return found | {extent(axis): extent(axis) for axis in mask.axes} | {"M": "M", "N": "N"} | {local(s): local(s) for s in mask.sizes}
+    return arguments(mask, {"Cuts": "cuts", "KeyEnds": "key_ends", "RowEnds": "row_ends", "RowTiles": "row_tiles", "Lists": "keys"})
 
 
 def _options(more: str) -> str:
@@ -266,31 +262,4 @@ def _key_ends(mask: AttentionSpec, out: Writer, of: str, there: str) -> str:
 
 def _possible(mask: AttentionSpec, of: str) -> str:
     """Does some row have a value between the least and the greatest?"""
-    possible = []
-    for n, (op, _, _) in enumerate(pairs(mask)):
-        for sign in SIGNS[op]:
-            row, key = ("min", "max") if sign[0] == "<" else ("max", "min")
-            possible.append(f"({row}_row_{n} {sign} {key}_{of}_{n})")
-    return " & ".join(possible)
-
-
-def host_function(mask: AttentionSpec, kernels: Sequence[Kernel]) -> str:
-    """Host function of all three."""
-    out = Writer()
-    with out.block("def document_tiles(aux, sizes, device):"):
-        out.line('"""(row_tiles, keys), as flashfx.codegen.blocks.document_tiles."""')
-        if mask.aux:
-            out.line(", ".join(local(a.name) for a in mask.aux) + ("," if len(mask.aux) == 1 else "") + " = aux")
-        out.line(", ".join([*(extent(a) for a in mask.axes), "M", "N", *(local(s) for s in mask.sizes)]) + " = sizes")
-        out.line("R, C = triton.cdiv(M, TILES['BLOCK']), triton.cdiv(N, TILES['BLOCK'])")
-        batch = count(mask.axes)
-        out.line(f"cuts = torch.empty({batch} * R, dtype=torch.int32, device=device)")
-        for name, blocks in (("row_ends", f"R * {BLOCK // FINE}"), ("key_ends", f"C * {BLOCK // GROUP}")):
-            out.line(f"{name} = torch.empty({batch} * {blocks} * {2 * len(pairs(mask))}, dtype=torch.int64, device=device)")
-        out.line(f"row_tiles = torch.empty((1 + {batch} * R * 2, {HEAD} + C), dtype=torch.int32, device=device)")
-        shape = ", ".join([*(extent(a) for a in mask.axes), "C", "2 + triton.cdiv(M, TILES['FINE'])"])
-        out.line(f"keys = torch.empty(({shape}), dtype=torch.int32, device=device)")
-        for kernel, grid in zip(kernels, ("max(R, C)", "R * 2", "C")):
-            kernel.call(f"({batch} * {grid},)", out)
-        out.line("return row_tiles, keys")
-    return out.text
+    return " & ".join(text for n, (op, _, _) in enumerate(pairs(mask)) for text in possible_where(op, n, of))
