@@ -10,9 +10,9 @@ backward share one summary. With R = ceil(M / BLOCK), F = ceil(M / FINE) and C =
     keys  int32 (*extents, C, 2 + F): the same of each column of blocks of FINE rows and BLOCK keys, as kernels over keys step; where rows that
           see no key average v, blocks with such rows count as partly visible: gradients of all keys pass through them
 
-    flashfx::document_tiles(like, aux, sizes, mask) -> (row_tiles, keys)
+    flashfx::document_tiles(like, aux, sizes, mask) -> (row_tiles, key_tiles)
 
-is for the Hopper schedules: row_tiles int32 (1 + tiles, HEAD + C), as `flashfx.codegen.schedules.row_tiles` says; of the hidden blocks `keys` has no numbers.
+is for the Hopper schedules: tiles that begin where documents do, as `flashfx.codegen.schedules.documents` says.
 
 Memory is O(blocks). Kernels give the same results without the lists.
 """
@@ -29,11 +29,13 @@ from ..reference import evaluate, index_grid
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from .reads import averages
-from .schedules import row_tiles as tiles_of_rows
+from .schedules import documents
 from .schedules.blocks import EMPTY, FULL, PARTIAL
 from .tiles import TileCounts, cut, tile_bounds
 
 Lists = tuple[torch.Tensor, torch.Tensor]
+Summary = tuple[torch.Tensor, torch.Tensor, bool]
+"""Lists of blocks, or tiles; are they of `document_tiles`?"""
 
 CHUNK = 1 << 22
 """Elements of a mask evaluated at a time on the CPU."""
@@ -108,29 +110,29 @@ def block_lists(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequenc
     return _listed(joined(kinds)), _listed(over_keys(kinds, mask, aux, sizes, like.device).mT)
 
 
-def tiles_shape(mask: AttentionSpec, sizes: Sequence[int]) -> list:
-    """Shape of `row_tiles`; arguments as `shape`."""
+def tiles_shape(mask: AttentionSpec, sizes: Sequence[int]) -> tuple[list, list]:
+    """Shapes of `row_tiles` and `key_tiles`; arguments as `shape`."""
     n = len(mask.axes)
-    return [1 + math.prod(sizes[:n]) * tiles_of_rows.lines(sizes[n]), tiles_of_rows.HEAD - (-sizes[n + 1] // BLOCK)]
+    return documents.shapes(math.prod(sizes[:n]), *sizes[n: n + 2])
 
 
 def document_tiles(mask: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor) -> Lists:
-    """(row_tiles, keys) as the module's docstring says, on the device of `like`; arguments as `block_lists`. Where only the pure-torch schedule runs, which reads no
-    such tiles, they are zeros."""
+    """(row_tiles, key_tiles) as the module's docstring says, on the device of `like`; arguments as `block_lists`. Where only the pure-torch schedule runs, which reads
+    no such tiles, they are zeros."""
     if 0 in sizes[: len(mask.axes) + 2] or not (like.is_cuda or interpreting()):
-        return torch.zeros(tiles_shape(mask, sizes), dtype=torch.int32, device=like.device), block_lists(mask, aux, sizes, like)[1]
+        return tuple(torch.zeros(s, dtype=torch.int32, device=like.device) for s in tiles_shape(mask, sizes))
     from .triton_host import run_document_tiles
     return run_document_tiles(mask, aux, sizes, like)
 
 
-def tiles_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """As `lists_for`, the first of `document_tiles`."""
-    return document_tiles(*of_mask(spec, aux, sizes, q, k), q)[0]
+def tiles_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Summary:
+    """As `lists_for`, of `document_tiles`."""
+    return *document_tiles(*of_mask(spec, aux, sizes, q, k), q), True
 
 
-def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Lists:
+def lists_for(spec: AttentionSpec, aux: Sequence[torch.Tensor], sizes: Sequence[int], q: torch.Tensor, k: torch.Tensor) -> Summary:
     """The lists of a whole spec's mask: `aux` and `sizes` as the attention op takes them (extents of all axes first)."""
-    return block_lists(*of_mask(spec, aux, sizes, q, k), q)
+    return *block_lists(*of_mask(spec, aux, sizes, q, k), q), False
 
 
 def of_mask(spec: AttentionSpec, aux, sizes, q, k) -> tuple[AttentionSpec, list[torch.Tensor], list[int]]:

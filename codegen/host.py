@@ -13,7 +13,8 @@ from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
-from .schedules import hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate, row_tiles
+from .schedules import documents as tiles_of
+from .schedules import hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, sum_shape, turns_shape
@@ -53,8 +54,8 @@ def _dense_loads(site: Site) -> list[Load]:
     return [load for load in site.loads_over("i", "j") if load != stored_load(site)]
 
 
-def _unpack(site: Site, out: Writer, by_rows: bool) -> None:
-    """by_rows: does a kernel read the lists by rows?"""
+def _unpack(site: Site, out: Writer, documents: bool) -> None:
+    """documents: do its tiles begin where documents do?"""
     spec = site.spec
     if spec.aux:
         out.line(", ".join(local(a.name) for a in spec.aux) + ("," if len(spec.aux) == 1 else "") + " = aux")
@@ -63,10 +64,10 @@ def _unpack(site: Site, out: Writer, by_rows: bool) -> None:
         out.line(", ".join(names) + ("," if len(names) == 1 else "") + " = sizes")
     out.line("M, N = q.shape[-2], k.shape[-2]")
     if site.listed:
-        out.line("row_blocks, key_blocks, *row_tiles = blocks or lists_for(SPEC, aux, sizes, q, k)", "which tiles the mask leaves")
-        if by_rows:
-            with out.block("if row_blocks is None:"):
-                out.line("row_blocks, _ = lists_for(SPEC, aux, sizes, q, k)")
+        if documents:
+            out.line("row_tiles, key_tiles, _ = blocks if blocks and blocks[2] else tiles_for(SPEC, aux, sizes, q, k)", "where documents begin")
+        else:
+            out.line("row_blocks, key_blocks, _ = blocks if blocks and not blocks[2] else lists_for(SPEC, aux, sizes, q, k)", "which tiles the mask leaves")
 
 
 def _grid(options: str, block: str, size: str, axes) -> str:
@@ -110,22 +111,21 @@ def lists_function(mask: AttentionSpec, kernel: Kernel) -> str:
 
 
 def document_tiles_function(mask: AttentionSpec, kernels: Sequence[Kernel]) -> str:
-    """Host function of `schedules.row_tiles`, whose kernels come in their order."""
+    """Host function of `schedules.documents`, whose kernels come in their order."""
     out = Writer()
     with out.block("def document_tiles(aux, sizes, device):"):
-        out.line('"""(row_tiles, keys), as flashfx.codegen.blocks.document_tiles."""')
+        out.line('"""(row_tiles, key_tiles), as flashfx.codegen.blocks.document_tiles."""')
         _unpack_mask(mask, out)
         out.line("R, C = triton.cdiv(M, TILES['BLOCK']), triton.cdiv(N, TILES['BLOCK'])")
         batch = count(mask.axes)
-        out.line(f"cuts = torch.empty({batch} * R, dtype=torch.int32, device=device)")
-        for name, blocks in (("row_ends", f"R * {BLOCK // FINE}"), ("key_ends", f"C * {BLOCK // row_tiles.GROUP}")):
-            out.line(f"{name} = torch.empty({batch} * {blocks} * {2 * len(row_tiles.pairs(mask))}, dtype=torch.int64, device=device)")
-        out.line(f"row_tiles = torch.empty((1 + {batch} * R * 2, {row_tiles.HEAD} + C), dtype=torch.int32, device=device)")
-        shape = ", ".join([*(extent(a) for a in mask.axes), "C", "2 + triton.cdiv(M, TILES['FINE'])"])
-        out.line(f"keys = torch.empty(({shape}), dtype=torch.int32, device=device)")
-        for kernel, grid in zip(kernels, ("max(R, C)", "R * 2", "C")):
+        out.line(f"cuts, key_cuts = (torch.empty({batch} * blocks, dtype=torch.int32, device=device) for blocks in (R, C))")
+        for name, places in (("key_ends", f"C * {BLOCK // tiles_of.GROUP}"), ("slot_ends", f"R * {tiles_of.SLOTS}")):
+            out.line(f"{name} = torch.empty({batch} * {places} * {2 * len(tiles_of.pairs(mask))}, dtype=torch.int64, device=device)")
+        out.line(f"row_tiles = torch.empty((1 + {batch} * R * 2, {tiles_of.HEAD} + C), dtype=torch.int32, device=device)")
+        out.line(f"key_tiles = torch.empty(({batch} * (1 + C * 2), {tiles_of.KEY_HEAD} + R * {2 * tiles_of.SLOTS}), dtype=torch.int32, device=device)")
+        for kernel, grid in zip(kernels, ("max(R, C)", "R * 2", "C * 2")):
             kernel.call(f"({batch} * {grid},)", out)
-        out.line("return row_tiles, keys")
+        out.line("return row_tiles, key_tiles")
     return out.text
 
 
@@ -133,12 +133,10 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
     out = Writer()
     with out.block(f"def forward(q, k, v, aux, seed, sizes{', blocks=None' if site.listed else ''}, outer=1):"):
         out.line('"""(out, lse), as flashfx.codegen.launch.forward."""')
-        _unpack(site, out, not (site.warpgroups and hopper_locate.by_row_tiles(site)))
+        _unpack(site, out, site.warpgroups > 0 and hopper_locate.by_row_tiles(site))
         extents = _shape(extent(a) for a in site.spec.axes)
         out.line(f"out, lse = empty_output({extents}, M, v, outer), empty_lse({extents}, M, v)")
         grid = _grid("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
-        if site.warpgroups and hopper_locate.by_row_tiles(site):
-            out.line("row_tiles = row_tiles[0] if row_tiles and row_tiles[0] is not None else tiles_for(SPEC, aux, sizes, q, k)", "those that begin where documents do")
         if site.warpgroups and hopper_locate.is_uneven(site):
             out.line("taken = tile_counter(q.device)", "how many tiles programs took beside their first: 0 before and behind the kernel")
         if site.parts:
@@ -161,7 +159,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
     extra = ("" if site.loads else ", grad_lse=None") + (", blocks=None" if site.listed else "")
     with out.block(f"def backward(grad_out, q, k, v, aux, seed, out, lse, sizes{extra}):"):
         out.line('"""Gradients of (q, k, v, *aux), as flashfx.codegen.launch.backward; None where none was asked for."""')
-        _unpack(site, out, "rows" in found and not site.one_pass)
+        _unpack(site, out, site.documents)
         out.line(f"padded = triton.cdiv(M, {PADDING}) * {PADDING}")
         shape = _shape([*(extent(a) for a in spec.axes), "padded"])
         out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
@@ -245,7 +243,8 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     if "sum" in found:
         sum_stored(site, found["sum"], out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
-    found["rows"].call(f"(triton.cdiv(M, {hopper.ROWS}) * {count(site.axes_of('q'))},)", out)
+    tiles = f"triton.cdiv(M, {BLOCK}) * {tiles_of.SLOTS}" if site.documents else f"triton.cdiv(M, {hopper.ROWS})"
+    found["rows"].call(f"({tiles} * {count(site.axes_of('q'))},)", out)
     return [name if need else "None" for name, need in zip(("grad_q", grad_k, grad_v), site.needs)]
 
 

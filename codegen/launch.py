@@ -14,7 +14,7 @@ import torch
 from ..errors import PlanError
 from ..spec import AttentionSpec
 from . import torch_tiled
-from .blocks import Lists
+from .blocks import Summary
 from .captured import differentiable_loads
 from ..compat import interpreting
 
@@ -33,12 +33,12 @@ def _triton_host():
 
 
 def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, sizes: Sequence[int],
-            blocks: Lists | None = None, outer: int = 1, key: tuple | None = None):
+            blocks: Summary | None = None, outer: int = 1, key: tuple | None = None):
     """(out, lse) of one attention site.
 
     q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; leading extents follow `spec.axes`, 1 where an operand does not
     vary. sizes = extents of the axes, then `spec.sizes`. seed: one int64 element on the device when `spec.dropout`. blocks: the
-    mask's summary (`flashfx.codegen.blocks`), by which hidden tiles are skipped; results are the same without it. key: what calls
+    mask's summary (`flashfx.codegen.blocks`) and is it of `document_tiles`, by which hidden tiles are skipped; results are the same without it. key: what calls
     like this one are remembered by (`calls.key`).
     out (*extents, M, Dv) in v's dtype with the strides of `layout.output_strides`, `outer` axes outside of the rows; lse (*extents, M), float32 (float64 for
     float64), natural logarithm, with empty rows marked as `torch_tiled` says. With N = 0 the output is 0, as a sum over
@@ -51,7 +51,7 @@ def forward(spec: AttentionSpec, q, k, v, aux: Sequence[torch.Tensor], seed: tor
 
 def backward(spec: AttentionSpec, grad_out, q, k, v, aux: Sequence[torch.Tensor], seed: torch.Tensor | None, out, lse,
              sizes: Sequence[int], needs: Sequence[bool],
-             grad_lse: torch.Tensor | None = None, blocks: Lists | None = None, key: tuple | None = None) -> list[torch.Tensor]:
+             grad_lse: torch.Tensor | None = None, blocks: Summary | None = None, key: tuple | None = None) -> list[torch.Tensor]:
     """Gradients of (q, k, v, *aux), each of its operand's shape and dtype, contiguous; an empty tensor where `needs` is False.
 
     Deterministic, but for dQ of the Hopper schedule, which is a sum in no fixed order unless `torch.use_deterministic_algorithms(True)`

@@ -87,6 +87,7 @@ class Site:
     tiled: tuple[str, ...] = ()  # captured tensors of which the Hopper schedules read tiles by TMA
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
     turns: bool = False          # there, heads that share keys in turn, tile of rows by tile of rows
+    documents: bool = False      # there, tiles of keys and rows that begin where documents do
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
     stages: int = 2              # of the Hopper backward schedule: tiles of rows in shared memory
     aligned: bool = True         # strides of q, k, v and dO are multiples of 16 bytes
@@ -279,7 +280,7 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
                 block = "BLOCK_M" if row == "m" else "BLOCK_N"
                 out[tiles_name(name, c)] = f"tiles_of({tensor}, {axes}, OPTIONS['{block}'], {c.width})"
     out |= {"Lse": "lse", "Lse2": "lse2", "Delta": "delta", "Averaging": "averaging", "Turns": "turns",
-            "RowBlocks": "row_blocks", "KeyBlocks": "key_blocks", "RowTiles": "row_tiles"} | results
+            "RowBlocks": "row_blocks", "KeyBlocks": "key_blocks", "RowTiles": "row_tiles", "KeyTiles": "key_tiles"} | results
     out |= {pointer(a.name): local(a.name) for a in spec.aux} | {"Seed": "seed"}
     for name, (_, tensor, prefix, row, _) in OPERANDS.items():
         for position, axis in enumerate(spec.axes):

@@ -52,7 +52,7 @@ class Plan:
     descriptors  tiles are read by the tensor memory accelerator
     aligned    strides of q, k, v and dO are multiples of 16 bytes
     listed     tiles to visit come from the mask's run-time summary
-    documents  and tiles of rows begin where long runs of one id do
+    documents  and tiles of rows, in backward of keys too, begin where long runs of one id do
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
     stored     captured tensor whose gradient their backward stores as it goes
     ordered    their backward adds dQ up in a fixed order
@@ -117,7 +117,7 @@ class Plan:
         own = (f"{self.kernel} {self.BLOCK_M}x{self.BLOCK_N}, {self.num_warps} warps, {self.num_stages} stages, "
                f"{self.shared / 1024:.0f} KiB shared{', TMA' if self.descriptors else ''}")
         if self.listed:
-            own += f", tiles from a list of {self.listed_rows}x{BLOCK} blocks made at run time" + ", rows from where documents begin" * self.documents
+            own += f", tiles from a list of {self.listed_rows}x{BLOCK} blocks made at run time" + ", from where documents begin" * self.documents
         if self.packed:
             own += ", heads that share keys in one tile"
         if self.parts != 1:
@@ -325,7 +325,9 @@ class _Asked:
         m, n, _, stages = best.tiles
         ordered = kernel == "keys" and deterministic()  # whose turn it is lies in shared memory too
         turns = kernel == "keys" and OVERRIDE.get("turns", not ordered and self.takes_turns(m, n)) and grouped(spec)
-        documents = kernel == "forward" and hopper_locate.takes_row_tiles(spec, self.tiled, max(problem.D, problem.Dv), self.listed)
+        documents = hopper_locate.takes_row_tiles(spec, self.tiled, max(problem.D, problem.Dv), self.listed)
+        if kernel == "keys":
+            documents = hopper_locate.takes_key_tiles(spec, documents, bool(self.stored))
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored), turns)
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,

@@ -55,7 +55,7 @@ class _Site:
         self.batch = math.prod(self.extents)
         self.tiles = tiles or tile_sizes(self.batch, self.M, self.N)
         self.kinds = None
-        if blocks is not None and blocks[0] is not None:
+        if blocks is not None and not blocks[2]:
             kinds = kinds_of(blocks[0])
             kinds = kinds.reshape(-1, *kinds.shape[-2:])  # a tile holds every batch index
             self.kinds = None if 0 in kinds.shape else (kinds.amin(0), kinds.amax(0))

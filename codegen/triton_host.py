@@ -74,21 +74,21 @@ def _tiled(spec: AttentionSpec, aux) -> list[str]:
 
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, outer: int = 1, key: tuple | None = None):
     """`launch.forward` on a GPU or in Triton's interpreter. key: as `calls.key` makes one, of the spec, sizes and layout if not given."""
-    rows, keys, *tiles = blocks or (None, None)
-    operands = (q, k, v, seed, rows, keys, *(tiles or (None,)), *aux)
-    make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes), blocks is not None, outer)
-    return calls.remembered(key or calls.key((spec, *sizes, outer), operands), make)(operands)
+    rows, keys, documents = blocks or (None, None, False)
+    operands = (q, k, v, seed, rows, keys, *aux)
+    make = functools.partial(_forward, spec, q, k, v, aux, tuple(sizes), blocks is not None, documents, outer)
+    return calls.remembered(key or calls.key((spec, *sizes, documents, outer), operands), make)(operands)
 
 
-def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool, outer: int) -> Callable:
-    """The function of (q, k, v, seed, row_blocks, key_blocks, row_tiles, *aux) for operands like these."""
+def _forward(spec: AttentionSpec, q, k, v, aux, sizes, listed: bool, documents: bool, outer: int) -> Callable:
+    """The function of (q, k, v, seed, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     _check(spec, aux)
     if math.prod(problem.extents) * problem.M * problem.N == 0:  # no keys, or no output at all
         return lambda q, k, v, *_: (empty_output(problem.extents, problem.M, v, outer).zero_(), empty_lse(problem.extents, problem.M, v).fill_(-math.inf))
     module = module_for(spec, problem, q.device, (False,) * (3 + len(aux)), _describable(spec, q, k, v), listed, _tiled(spec, aux))
     given = lambda *blocks: (blocks,) if listed else ()
-    return lambda q, k, v, seed, rows, keys, tiles, *aux: module.forward(q, k, v, aux, seed, sizes, *given(rows, keys, tiles), outer=outer)
+    return lambda q, k, v, seed, rows, keys, *aux: module.forward(q, k, v, aux, seed, sizes, *given(rows, keys, documents), outer=outer)
 
 
 def run_block_lists(mask: AttentionSpec, aux, sizes, like: torch.Tensor):
@@ -118,13 +118,14 @@ def _summary(name: str, mask: AttentionSpec, sizes, device) -> Callable:
 
 def run_backward(spec: AttentionSpec, grad_out, q, k, v, aux, seed, out, lse, sizes, needs, grad_lse=None, blocks=None, key: tuple | None = None):
     """`launch.backward` on a GPU or in Triton's interpreter. key: as `run_forward`'s."""
-    operands = (q, k, v, seed, grad_out, out, lse, grad_lse, *(blocks or (None, None)), *aux)
+    rows, keys, documents = blocks or (None, None, False)
+    operands = (q, k, v, seed, grad_out, out, lse, grad_lse, rows, keys, *aux)
     needs = tuple(map(bool, needs))
-    make = functools.partial(_backward, spec, grad_out, q, k, v, aux, tuple(sizes), needs, blocks is not None)
-    return calls.remembered(key or calls.key((spec, *sizes, *needs), operands), make)(operands)
+    make = functools.partial(_backward, spec, grad_out, q, k, v, aux, tuple(sizes), needs, blocks is not None, documents)
+    return calls.remembered(key or calls.key((spec, *sizes, *needs, documents), operands), make)(operands)
 
 
-def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs, listed: bool) -> Callable:
+def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs, listed: bool, documents: bool) -> Callable:
     """The function of (q, k, v, seed, grad_out, out, lse, grad_lse, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
@@ -134,7 +135,7 @@ def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs, listed:
         operands = (q, k, v, *aux)
         named = {} if grad_lse is None else {"grad_lse": grad_lse}
         if listed:
-            named["blocks"] = rows, keys
+            named["blocks"] = rows, keys, documents
         grads = [None] * len(operands) if empty else module.backward(grad_out, q, k, v, aux, seed, out, lse, sizes, **named)
         result = []
         for t, need, gradient in zip(operands, needs, grads):

@@ -159,14 +159,14 @@ def _summary(spec, problem, device, card=None) -> str:
     from .codegen.blocks import pays
     from .codegen.gpu import current
     from .codegen.plan import PlanError, make_plan
-    from .codegen.schedules.row_tiles import takes
+    from .codegen.schedules.documents import takes
     if not pays(spec, problem):
         return ""
     try:
-        is_hopper = device.type == "cuda" and takes(spec) and make_plan(spec, problem, card or current(device), "forward", listed=True).schedule == "hopper"
+        documents = device.type == "cuda" and takes(spec) and make_plan(spec, problem, card or current(device), "forward", listed=True).documents
     except PlanError:
-        is_hopper = False
-    return "document_tiles" if is_hopper else "block_lists"
+        documents = False
+    return "document_tiles" if documents else "block_lists"
 
 
 def rewrite_graph(gm: fx.GraphModule, options: Options, card=None, clock=None) -> list[Region]:

@@ -1,16 +1,16 @@
 """The op pair that the rewritten graph calls. It carries its whole meaning in its arguments: no registry, no id.
 
-    flashfx::attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, row_tiles, outer) -> (out, lse)
-    flashfx::attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks)
-        -> gradients of q, k, v, *aux
+    flashfx::attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, documents, outer) -> (out, lse)
+    flashfx::attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks,
+        documents) -> gradients of q, k, v, *aux
     flashfx::block_lists(like, aux, sizes, mask) -> (row_blocks, key_blocks)
-    flashfx::document_tiles(like, aux, sizes, mask) -> (row_tiles, key_blocks)
+    flashfx::document_tiles(like, aux, sizes, mask) -> (row_tiles, key_tiles)
 
 q (*Bq, M, D), k (*Bk, N, D), v (*Bv, N, Dv): any strides; the leading dims follow the axes of `spec` (the text of an
 `AttentionSpec`), with extent 1 where the operand does not vary. `aux` are the captured tensors, `seed` one int64 when the
 spec has dropout, `sizes` the values of the spec's named sizes. `row_blocks` and `key_blocks` summarise a mask whose range has
-no closed form (`flashfx.codegen.blocks`), on the device of `like`: which tiles to visit; `row_tiles` says it of tiles of rows
-that begin where documents do (`flashfx.codegen.schedules.row_tiles`). Without them the results are the same.
+no closed form (`flashfx.codegen.blocks`), on the device of `like`: which tiles to visit. With `documents` they are `row_tiles` and
+`key_tiles`, which begin where documents do (`flashfx.codegen.schedules.documents`). Without them the results are the same.
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .spec import AttentionSpec
 
 _library = torch.library.Library("flashfx", "DEF")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, SymInt[] sizes, str spec, "
-                "Tensor? row_blocks, Tensor? key_blocks, Tensor? row_tiles, int outer) -> (Tensor, Tensor)")
+                "Tensor? row_blocks, Tensor? key_blocks, bool documents, int outer) -> (Tensor, Tensor)")
 _library.define("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor[] aux, Tensor? seed, Tensor out, "
-                "Tensor lse, SymInt[] sizes, str spec, bool[] needs, Tensor? row_blocks, Tensor? key_blocks) -> Tensor[]")
+                "Tensor lse, SymInt[] sizes, str spec, bool[] needs, Tensor? row_blocks, Tensor? key_blocks, bool documents) -> Tensor[]")
 _library.define("block_lists(Tensor like, Tensor[] aux, SymInt[] sizes, str mask) -> (Tensor, Tensor)")
 _library.define("document_tiles(Tensor like, Tensor[] aux, SymInt[] sizes, str mask) -> (Tensor, Tensor)")
 
@@ -45,34 +45,34 @@ def _extents(owners: tuple[int, ...], q, k, v) -> list:
     return [shapes[owner][d] for d, owner in enumerate(owners)]
 
 
-def _lists(row_blocks, key_blocks, *row_tiles):
-    return None if key_blocks is None else (row_blocks, key_blocks, *row_tiles)
+def _lists(row_blocks, key_blocks, documents):
+    return None if key_blocks is None else (row_blocks, key_blocks, documents)
 
 
-def attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, row_tiles, outer):
+def attention(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, documents, outer):
     key = None
     if q.is_cuda or interpreting():  # calls like one before need nothing of what follows: of a call's host time that is a quarter
-        operands = (q, k, v, seed, row_blocks, key_blocks, row_tiles, *aux)
-        key = calls.key((spec, *sizes, outer), operands)
+        operands = (q, k, v, seed, row_blocks, key_blocks, *aux)
+        key = calls.key((spec, *sizes, documents, outer), operands)
         known = calls.CALLS.get(key)
         if known is not None:
             return known(operands)
     parsed, owners = _parsed(spec)
-    return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes], _lists(row_blocks, key_blocks, row_tiles),
+    return launch.forward(parsed, q, k, v, aux, seed, [*_extents(owners, q, k, v), *sizes], _lists(row_blocks, key_blocks, documents),
                           outer, key)
 
 
-def attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks):
+def attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks, documents):
     key = None
     if q.is_cuda or interpreting():
         operands = (q, k, v, seed, grad_out, out, lse, grad_lse, row_blocks, key_blocks, *aux)
-        key = calls.key((spec, *sizes, *needs), operands)
+        key = calls.key((spec, *sizes, *needs, documents), operands)
         known = calls.CALLS.get(key)
         if known is not None:
             return known(operands)
     parsed, owners = _parsed(spec)
     return launch.backward(parsed, grad_out, q, k, v, aux, seed, out, lse, [*_extents(owners, q, k, v), *sizes], needs, grad_lse,
-                           _lists(row_blocks, key_blocks), key)
+                           _lists(row_blocks, key_blocks, documents), key)
 
 
 def block_lists(like, aux, sizes, mask):
@@ -90,7 +90,7 @@ _library.impl("document_tiles", document_tiles, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("flashfx::attention", lib=_library)
-def _attention_fake(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, row_tiles, outer):
+def _attention_fake(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, documents, outer):
     extents, M, Dv = _extents(_parsed(spec)[1], q, k, v), q.shape[-2], v.shape[-1]
     out = v.new_empty_strided((*extents, M, Dv), output_strides(extents, M, Dv, outer))
     lse_dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -98,7 +98,7 @@ def _attention_fake(q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, row
 
 
 @torch.library.register_fake("flashfx::attention_backward", lib=_library)
-def _attention_backward_fake(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks):
+def _attention_backward_fake(grad_out, grad_lse, q, k, v, aux, seed, out, lse, sizes, spec, needs, row_blocks, key_blocks, documents):
     return [t.new_empty(t.shape if need else (0,)) for t, need in zip((q, k, v, *aux), needs)]
 
 
@@ -109,16 +109,15 @@ def _block_lists_fake(like, aux, sizes, mask):
 
 @torch.library.register_fake("flashfx::document_tiles", lib=_library)
 def _document_tiles_fake(like, aux, sizes, mask):
-    parsed = AttentionSpec.parse(mask)
-    return tuple(like.new_empty(s, dtype=torch.int32) for s in (blocks.tiles_shape(parsed, sizes), blocks.shape(parsed, sizes)[1]))
+    return tuple(like.new_empty(s, dtype=torch.int32) for s in blocks.tiles_shape(AttentionSpec.parse(mask), sizes))
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, *_ = inputs
+    q, k, v, aux, seed, sizes, spec, row_blocks, key_blocks, documents, _ = inputs
     out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, seed, out, lse, row_blocks, key_blocks, *aux)
-    ctx.sizes, ctx.spec = sizes, spec
+    ctx.sizes, ctx.spec, ctx.documents = sizes, spec, documents
 
 
 class _Once(torch.autograd.Function):
@@ -144,7 +143,7 @@ def _gradients(ctx, grad_out, grad_lse):
 
     def compute():
         return torch.ops.flashfx.attention_backward(grad_out, grad_lse, q, k, v, aux, seed, out, lse, ctx.sizes, ctx.spec, needs,
-                                                    row_blocks, key_blocks)
+                                                    row_blocks, key_blocks, ctx.documents)
 
     recorded = torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in (grad_out, grad_lse))
     grads = _Once.apply(compute, grad_out, grad_lse, q, k, v, *aux) if recorded else compute()

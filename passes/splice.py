@@ -137,8 +137,7 @@ def _attention(emit: Emitter, site: Site, lifted: Lifted, seeds: dict, summaries
         seed = seeds[lifted.random]
     made, name = summaries or ({}, "")
     rows, keys = _summary(emit, lifted, aux, made, getattr(torch.ops.flashfx, name).default) if name else (None, None)
-    blocks = (None, keys, rows) if name == "document_tiles" else (rows, keys, None)
-    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, lifted.spec.line, *blocks,
+    op = emit.call(torch.ops.flashfx.attention.default, q, k, v, aux, seed, sizes, lifted.spec.line, rows, keys, name == "document_tiles",
                    _outer(emit, site, lifted, q))
     out = emit.call(operator.getitem, op, 0)
     if lifted.sink is not None:

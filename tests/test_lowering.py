@@ -54,7 +54,7 @@ def test_summaries_are_called_directly_too():
 def test_the_ops_called_by_themselves_keep_autograd(leaves):
     text = ("attention[b, h, i, j]; given bias: float[3]; qk = q[b, h, i] . k[b, h, j]; score = qk * 0.25 + bias[h, i, j]; "
             "out = softmax_j(score) . v[b, h, j]")
-    op = lambda q, k, v, bias: torch.ops.flashfx.attention(q, k, v, [bias], None, [], text, None, None, None, 1)[0]
+    op = lambda q, k, v, bias: torch.ops.flashfx.attention(q, k, v, [bias], None, [], text, None, None, False, 1)[0]
     torch.testing.assert_close(both(op, leaves), both(attention, leaves))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...expr import QK, Const, Expr, Load, walk
-from ...spec import EmptyRow
+from ...spec import FINE, EmptyRow
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..limits import padded
@@ -13,6 +13,7 @@ from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
+from .documents import SLOTS
 from .ends import score
 
 
@@ -38,6 +39,11 @@ PADDING = 128
 def padded_rows(z: str, rows: str = f"(tl.cdiv(M, {PADDING}) * {PADDING})") -> str:
     """Offset of a batch index in delta and lse2. rows: of each, padded."""
     return f"tl.cast({z}, tl.int64) * {rows}"
+
+
+def summed_rows(site: Site) -> str:
+    """Of a batch index in the sum of dQ: rows, padded, and where tiles begin with documents places for a tile of FINE rows more for each cut (`documents`)."""
+    return f"(tl.cdiv(M, {PADDING}) * {SLOTS * FINE if site.documents else PADDING})"
 
 
 def delta_kernel(site: Site) -> Kernel:
@@ -69,9 +75,15 @@ def delta_kernel(site: Site) -> Kernel:
         if site.D != site.Dv:
             head_index(site, out, "d")
         width = padded(site.D)
-        out.assign("sum_tile", f"Sum + ({padded_rows(flatten(site.axes_of('q')))} + i0) * {width}", "where dQ will be added up")
-        for c, index, _ in pieces(site, "Q"):
-            out.line(f"tl.store(sum_tile + rows[:, None] * {width} + {index}[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32))")
+        out.assign("sum_tile", f"Sum + ({padded_rows(flatten(site.axes_of('q')), summed_rows(site))} + i0) * {width}", "where dQ will be added up")
+
+        def reset(place: str) -> None:
+            for c, index, _ in pieces(site, "Q"):
+                out.line(f"tl.store({place} + rows[:, None] * {width} + {index}[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32))")
+        reset("sum_tile")
+        if site.documents:
+            with out.block(f"if i0 < tl.load(KeyTiles + 1) * {FINE}:", "places that cuts take"):
+                reset(f"sum_tile + tl.cdiv(M, {PADDING}) * {PADDING * width}")
     out.line(f"tl.store(Delta + {padded_rows('z')} + i, delta)")
     out.line(f"tl.store(Lse2 + {padded_rows('z')} + i, lse * {LOG2E!r})")
     return kernel

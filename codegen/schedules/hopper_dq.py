@@ -9,16 +9,17 @@ the rows that see a tile of keys begin and end the later, the later its keys: it
 """
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Callable
 
 from ...expr import QK
 from ..gluon import Partition
 from ..limits import padded
-from ..parts import Chunk, Site, arguments, count, flatten, head_index, pieces, tiles_name
+from ..parts import Chunk, Site, arguments, count, decode, flatten, head_index, pieces, tiles_name
 from ..program import local
 from ..writer import Kernel, Writer
-from .common import padded_rows, scaled
+from .common import PADDING, padded_rows, scaled, summed_rows
+from .documents import KEY_HEAD, SLOTS, key_line
 from .hopper import ROWS, operand_axes, tile_view
 from .hopper_captured import left_out, store_ds, stored_load
 from .hopper_keys import HALF, each_step, is_split, row_at
@@ -35,7 +36,8 @@ HALF_WIDTH = 128
 def sum_shape(site: Site) -> list[str]:
     """Of a batch index, on the host. Each piece of a tile of rows has its elements in the order of the registers that the product leaves them in, four of a thread
     side by side: stored so, a warp fills whole lines of shared memory, by rows it would take twice the time."""
-    return [f"padded // {LINE} * {padded(site.D)}", str(LINE)]
+    rows = "padded // 2 * 3" if site.documents else "padded"
+    return [f"{rows} // {LINE} * {padded(site.D)}", str(LINE)]
 
 
 def _lines(c: Chunk) -> str:
@@ -86,7 +88,8 @@ def dq_places(site: Site) -> tuple[Chunk, ...]:
 def _position(site: Site, c: Chunk) -> str:
     """Coordinates of a piece of a tile, for TMA."""
     whole, rest = divmod(padded(site.D), LINE)
-    line = f"(i0 >> {LINE.bit_length() - 1}) * {padded(site.D)}" if rest else f"i0 * {whole}"
+    row = "sum0" if site.documents else "i0"
+    line = f"({row} >> {LINE.bit_length() - 1}) * {padded(site.D)}" if rest else f"{row} * {whole}"
     return "[" + ", ".join([*(local(a) for a in operand_axes(site, "Q")), f"{line}{_plus(ROWS * c.start // LINE)}", "0"]) + "]"
 
 
@@ -234,18 +237,25 @@ def finish_kernel(site: Site) -> Kernel:
     """dQ in q's dtype from its float32 sum."""
     kernel = Kernel("attention_backward_rows", "dQ from its float32 sum, which lies in the order of registers.", arguments(site, {"Sum": "sum_q", "dQ": "grad_q"}), (), "ROWS")
     out = kernel.body
-    out.assign("tiles", f"tl.cdiv(M, {ROWS})")
+    out.assign("tiles", f"tl.cdiv(M, {PADDING}) * {SLOTS}" if site.documents else f"tl.cdiv(M, {ROWS})")
     out.assign("y", "tl.program_id(0) // tiles")
     out.assign("i0", f"tl.program_id(0) % tiles * {ROWS}")
-    out.assign("i", f"i0 + tl.arange(0, {ROWS})")
-    head_index(site, out, "d")
-    out.assign("sum_tile", f"Sum + ({padded_rows('y')} + i0) * {padded(site.D)}")
-    out.assign("dq_rows", f"dQ + (tl.cast(y, tl.int64) * M + i)[:, None] * {site.D}")
-    factor = scaled(site, QK)[1] * left_out(site)
-    for c, index, check in pieces(site, "Q"):
-        name = f"dq{c.suffix}"
-        out.assign(name, f"tl.load(sum_tile{_plus(ROWS * c.start)} + tl.arange(0, {ROWS * c.width}))")
-        out.assign(name, _by_rows(site, c, name))
-        mask = " & ".join(["(i < M)[:, None]", *([check] if check else [])])
-        out.line(f"tl.store(dq_rows + {index}[None, :], ({name}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask={mask})")
+    out.assign("sum_tile", f"Sum + ({padded_rows('y', summed_rows(site))} + i0) * {padded(site.D)}")
+    if site.documents:
+        decode(out, site.axes_of("q"), "y")
+        key_line(out, "head", "0", flatten(site.spec.mask().axes))
+        out.assign("slot", f"{KEY_HEAD} + tl.program_id(0) % tiles * 2")
+        out.assign("i0", "tl.load(head + slot)", "where documents begin: see `documents.KEY_HEAD`")
+        out.assign("row_end", "i0 + tl.load(head + slot + 1)")
+    with out.block("if i0 < row_end:") if site.documents else nullcontext():
+        out.assign("i", f"i0 + tl.arange(0, {ROWS})")
+        head_index(site, out, "d")
+        out.assign("dq_rows", f"dQ + (tl.cast(y, tl.int64) * M + i)[:, None] * {site.D}")
+        factor = scaled(site, QK)[1] * left_out(site)
+        for c, index, check in pieces(site, "Q"):
+            name = f"dq{c.suffix}"
+            out.assign(name, f"tl.load(sum_tile{_plus(ROWS * c.start)} + tl.arange(0, {ROWS * c.width}))")
+            out.assign(name, _by_rows(site, c, name))
+            mask = " & ".join([f"(i < {'row_end' if site.documents else 'M'})[:, None]", *([check] if check else [])])
+            out.line(f"tl.store(dq_rows + {index}[None, :], ({name}{f' * {factor!r}' if factor != 1.0 else ''}).to(dQ.dtype.element_ty), mask={mask})")
     return kernel

@@ -13,17 +13,19 @@ from ...expr import BOOL, FLOAT, Load, Var
 from ..captured import ends
 from ..gluon import Partition
 from ..limits import padded
+from ...spec import BLOCK
 from ..parts import Site, count, decode
 from ..program import Program, local, pointer
 from ..reads import across
 from ..writer import Writer
 from .common import PADDING, has_slopes
-from .hopper import segments
-from .hopper_lists import list_arguments, listed_tiles
+from .hopper_lists import list_arguments
 from .hopper_captured import assign_batch, shares, tile_loads
 
 MOST = 6
 """Loads by key that get a ring, 8 bytes an element at most; the warpgroups load the others themselves."""
+MOST_TILES = f"tl.load(KeyTiles) * ({BLOCK} // BLOCK_N)"
+"""Of a batch index, where they begin with documents."""
 HALF = 64
 """Keys of each of two warpgroups where a third computes dQ."""
 NEXT = "tl.where(step == 2 * STAGES - 1, 0, step + 1)"
@@ -71,7 +73,7 @@ def is_apart(site: Site) -> bool:
     """Does a second warp copy keys and values? Where the one that copies rows reads lists or vectors, or copies heads in pieces, and has no registers for it
     (`hopper_backward.REGISTERS`)."""
     pieces = len(site.qk_chunks) + len(site.v_chunks)
-    return not is_split(site) and (pieces > 2 or is_wide(site) or bool(tile_loads(site) or site.spec.dropout if by_hand(site) else key_loads(site)))
+    return not is_split(site) and (pieces > 2 or is_wide(site) or bool(tile_loads(site) or site.spec.dropout or site.documents if by_hand(site) else key_loads(site)))
 
 
 def is_told_before(site: Site) -> bool:
@@ -107,8 +109,10 @@ def takes_turns(site: Site) -> bool:
 
 def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
     """The function that says where a tile is, and the names of what it returns."""
-    function = Partition("locate_keys", "A tile of keys by number: batch index and first key.")
+    function = Partition("locate_keys", f"A tile of keys by number: batch index and {'number there' if site.documents else 'first key'}.")
     out = function.body
+    if site.documents:
+        out.assign("tiles", MOST_TILES)
     if goes_together(site):
         out.assign("group", "number // (together * tiles)", "the keys that most rows see first: short tiles fill the gaps" if starts_long(site) else "")
         assign_batch(site, out, mine, "y", "group * together + number % together")
@@ -117,8 +121,9 @@ def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
         out.assign("y", "number // tiles")
         out.assign("tile", "tiles - 1 - number % tiles" if site.ordered else "number % tiles")
     decode(out, mine, "y")
-    out.assign("j0", "tile * BLOCK_N")
-    return function, ["y", *(local(a) for a in mine), "tile", "j0"]
+    if not site.documents:  # else its list says it
+        out.assign("j0", "tile * BLOCK_N")
+    return function, ["y", *(local(a) for a in mine), "tile", *([] if site.documents else ["j0"])]
 
 
 def partial_tiles(site: Site) -> str:
@@ -129,59 +134,27 @@ def partial_tiles(site: Site) -> str:
     return "is_partial != 0" if site.listed or found.has_full or found.is_total else "True"
 
 
-def _segments(site: Site, out: Writer) -> str:
-    """Assign the range of rows that see a tile of keys; returns the condition of a partial tile of them, by position."""
-    if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
-        out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
-    program = Program(site.spec, out.section(), inner="i")
-    return segments(site.by_keys, program, out, "i", "BLOCK_M", "M", True, True, "average != 0" if site.averages else "")
-
-
-def _rows(site: Site, out: Writer) -> str:
-    """As `_segments`, or from a list; and count, the number of tiles."""
-    if site.averages and not site.listed:  # a list has them
-        out.assign("average", "tl.load(Averaging + y)")
-    if site.ordered:
-        _predecessor(site, out)
-    if site.listed:
-        partial = listed_tiles(site, out, "i")
-    else:
-        partial = _segments(site, out)
-        stop = "late(stop, nth)" if site.by_keys.is_total and site.tiled and len(site.qk_chunks) > 1 else "stop"
-        out.assign("count", f"tl.cdiv({stop} - start, BLOCK_M)")
-    return partial if site.whole else f"{partial} | (j0 + BLOCK_N > N)" if partial else "(j0 + BLOCK_N > N)"
-
-
-def _predecessor(site: Site, out: Writer) -> None:
-    """Assign first_before and last_before, between which rows are visited by the next tile of keys too, which adds to dQ first."""
-    out.assign("j0", "(tile + 1) * BLOCK_N", "the tile of keys that comes first")
-    _segments(site, out)
-    out.assign("first_before", "start")
-    out.assign("last_before", "tl.where(j0 < N, stop, 0)")
-    out.assign("j0", "tile * BLOCK_N")
-
-
 def key_loads(site: Site) -> list[Load]:
     """Captured tensors read at the key alone, which the one warp reads for the others."""
     mine = {"j", *site.axes_of("k", "v")}
     return [load for load in site.spec.loads if "j" in load.variables and load.variables & {"i", *site.spec.axes} <= mine][:MOST]
 
 
-def _key_ring(site: Site, load: Load) -> str:
+def key_ring(site: Site, load: Load) -> str:
     return f"key_ring_{key_loads(site).index(load)}"
 
 
 def keys_from_rings(site: Site, program: Program) -> None:
     """Let the program read key vectors where it names them: registers are what it lacks."""
     for load in key_loads(site):
-        text = f"{_key_ring(site, load)}.index(kv){f'.slice(PART * {HALF}, {HALF})' * is_split(site)}.load(keywise)"
+        text = f"{key_ring(site, load)}.index(kv){f'.slice(PART * {HALF}, {HALF})' * is_split(site)}.load(keywise)"
         program.outer.names[load] = f"({text} != 0)" if load.kind == BOOL else text
 
 
 def reserve_numbers(site: Site, out: Writer) -> None:
     for load in key_loads(site):
         dtype = {FLOAT: "gl.float32", BOOL: "gl.int32"}.get(load.kind, f"{pointer(load.name)}.dtype.element_ty")
-        out.assign(_key_ring(site, load), f"gl.allocate_shared_memory({dtype}, [{key_tiles(site)}, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+        out.assign(key_ring(site, load), f"gl.allocate_shared_memory({dtype}, [{key_tiles(site)}, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     # the warpgroup of dQ still reads a place when the others have left the rows of the next step
     for name, numbers in (("keys_told", str(key_tiles(site) * len(_keys_told(site)))), ("rows_told", f"2 * STAGES * {len(rows_told(site))}")):
         out.assign(name, f"gl.allocate_shared_memory(gl.int32, [{numbers}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
@@ -189,14 +162,15 @@ def reserve_numbers(site: Site, out: Writer) -> None:
 
 def _keys_told(site: Site) -> list[str]:
     """Numbers that the warp that copies tells of a tile of keys."""
-    return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v")), *(["before"] if is_told_before(site) else [])]
+    return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v")), *(["before"] if is_told_before(site) else []),
+            *(["j0", "key_end"] if site.documents else [])]
 
 
 def rows_told(site: Site) -> list[str]:
     """Numbers that it tells of a step. told: the first row, and in its lowest bits whether the mask cuts the tile, whether it is the last of batch
-    index z, and the first of a tile of keys. wanted: whose turn it must be at these rows, where there is an order."""
+    index z, the first of a tile of keys, and, where keys begin with documents, of a short one. wanted: whose turn it must be at these rows, where there is an order. sum0: first row in the sum of dQ, if not that."""
     others = site.other_axes(site.axes_of("k", "v"))
-    return ["told", *(["z", *map(local, others)] if others else []), *(["wanted"] if site.ordered else [])]
+    return ["told", *(["z", *map(local, others)] if others else []), *(["wanted"] if site.ordered else []), *(["sum0"] if site.documents else [])]
 
 
 def _told_at(site: Site, name: str) -> str:
@@ -206,7 +180,7 @@ def _told_at(site: Site, name: str) -> str:
     return f"{array}.index({place} * {len(names)} + {names.index(name)})"
 
 
-def _number(site: Site, name: str, warps: int) -> str:
+def number(site: Site, name: str, warps: int) -> str:
     """One of them, as the other warps read it."""
     return f"gl.max({_told_at(site, name)}.load(gl.BlockedLayout([1], [32], [{warps}], [0])), 0)"
 
@@ -231,17 +205,17 @@ def each_tile(site: Site, out: Writer, warps: int, counts: bool = True, barrier:
         place, phase = _place(site, "nth")
         out.assign("kv", place)
         out.line(f"mbarrier.wait({barrier}.index(kv), {phase})")
-        out.assign("tile", _number(site, "tile", warps))
+        out.assign("tile", number(site, "tile", warps))
     counted = counts and not is_told_before(site)
     out.assign("nth", "0")
     if counted:
         out.assign("before", "0", "counts steps over all tiles of keys")
     if counted:
-        _start_steps(site, out)
+        start_steps(site, out)
     arrived()
     with out.block("while tile >= 0:"):
         keys_at(site, out, warps)
-        steps = _number(site, "steps", warps)
+        steps = number(site, "steps", warps)
         if counts:
             out.assign("end", f"before + {f'tl.maximum({steps}, 1)' if is_tight(site) else steps}")
         yield
@@ -255,8 +229,9 @@ def keys_at(site: Site, out: Writer, warps: int) -> None:
     """Assign where the tile of keys is. Behind the loop over rows once more: registers that hold it meanwhile are what that loop lacks."""
     for name in _keys_told(site):
         if name != "steps":
-            out.assign(name, _number(site, name, warps))
-    out.assign("j0", "tile * BLOCK_N")
+            out.assign(name, number(site, name, warps))
+    if not site.documents:
+        out.assign("j0", "tile * BLOCK_N")
     if not site.other_axes(site.axes_of("k", "v")):
         out.assign("z", "y")
 
@@ -264,21 +239,23 @@ def keys_at(site: Site, out: Writer, warps: int) -> None:
 def row_at(site: Site, out: Writer, warps: int) -> None:
     """Assign where a step is that has begun, and whether the mask cuts the tile."""
     for name in rows_told(site):
-        out.assign(name, _number(site, name, warps))
+        out.assign(name, number(site, name, warps))
     out.assign("is_partial", "told & 1")
     if "z" in rows_told(site):
         if not takes_turns(site):
             out.assign("is_last", "told & 2", "of the rows of this z")
     elif is_told_before(site):
-        out.assign("z", _number(site, "y", warps))
+        out.assign("z", number(site, "y", warps))
     out.assign("is_first", "told & 4", "of a tile of keys")
-    out.assign("i0", "told & -8")
+    if site.documents:
+        out.assign("is_short", "told & 8", "does the tile of keys end sooner than others?")
+    out.assign("i0", "told >> 4" if site.documents else "told & -8")
 
 
 def read_late(site: Site, text: str, warps: int) -> str:
     """Coordinates with batch indices read from shared memory where they are named."""
     for name in (*_keys_told(site), *rows_told(site)):
-        text = re.sub(rf"\b{name}\b", _number(site, name, warps), text)
+        text = re.sub(rf"\b{name}\b", number(site, name, warps), text)
     return text
 
 
@@ -292,34 +269,11 @@ def by_hand(site: Site) -> bool:
 def worked_out(site: Site) -> dict[str, str]:
     """Arguments that the host works out: what a partition makes of its arguments alone the assembler puts in front of all partitions of its warps, where it
     takes a register of each. work: tiles of keys in all; padded: rows of a batch index in delta and lse2."""
+    if site.documents:  # the lists say how many there are
+        return {"padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"} | list_arguments(site, "i")
     tiles = "triton.cdiv(N, KEYS['BLOCK_N'])"
     found = {"work": f"{tiles} * {count(site.axes_of('k', 'v'))}", "padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"}
     return found | ({"tiles": tiles} if by_hand(site) or not is_split(site) and (site.tiled or is_apart(site)) else {}) | list_arguments(site, "i")
-
-
-@contextmanager
-def each_tile_ahead(site: Site, out: Writer, call: str, others):
-    """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
-    out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
-    out.assign("number", "number_on(take_ticket(Taken, -1))" if site.ordered else "tl.program_id(0)")
-    out.assign("nth", "0")
-    out.assign("before", "0", "counts steps over all tiles of keys")
-    _start_steps(site, out)
-    with out.block("while number < work:"):
-        out.line(call)
-        partial = _rows(site, out)
-        out.assign("steps", f"count * {count(others)}" if others else "count")
-        out.assign("end", "before + steps")
-        if not others:
-            out.assign("z", "y")
-        yield partial
-        out.assign("before", "end")
-        out.assign("nth", "nth + 1")
-        _take_next(site, out)
-    await_place(site, out)
-    out.assign("tile", "-1", "no tile is left")
-    tell(site, out, ["tile"])
-    out.line("mbarrier.arrive(kv_told.index(kv), count=1)" if is_apart(site) else "mbarrier.arrive(kv_full.index(kv), count=2)")
 
 
 @contextmanager
@@ -356,7 +310,7 @@ def slot_and_phase(step: str) -> tuple[str, str]:
     return f"tl.where({step} >= STAGES, {step} - STAGES, {step})", f"tl.where({step} >= STAGES, 1, 0)"
 
 
-def _start_steps(site: Site, out: Writer) -> None:
+def start_steps(site: Site, out: Writer) -> None:
     if frees_late(site):
         out.assign("step", "0", "of two turns around the rings")
 
@@ -376,18 +330,3 @@ def await_place(site: Site, out: Writer) -> None:
 def tell_keys(site: Site, out: Writer) -> None:
     """Tell where a tile of keys is, and how many steps it has."""
     tell(site, out, _keys_told(site))
-
-
-def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
-    """Captured vectors read at the key alone, for the others. rows: what reads those at the row in the same function."""
-    if loads := key_loads(site):
-        out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
-        program = Program(site.spec, out.section(), inner="i", columns="i", beside=rows)
-        for load in loads:
-            out.line(f"{_key_ring(site, load)}.index(kv).store({program.value(load)}{'.to(tl.int32)' * (load.kind == BOOL)})")
-
-
-def _take_next(site: Site, out: Writer) -> None:
-    """The next tile, when the rows of this one are on their way: others may be free sooner."""
-    first = "" if site.ordered else "tl.num_programs(0) + "
-    out.assign("number", f"{first}number_on(take_ticket(Taken, -1))")

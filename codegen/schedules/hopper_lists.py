@@ -5,13 +5,15 @@ from ...spec import BLOCK, FINE
 from ..parts import Site, flatten
 from ..writer import Writer
 from .hopper_locate import by_row_tiles
-from .row_tiles import HEAD
+from .documents import HEAD, KEY_HEAD, SHARE, SLOTS
 
 
 def list_arguments(site: Site, x: str) -> dict[str, str]:
     """Arguments that the host works out: how many lists a batch index has, and how long they are."""
     if x == "j" and by_row_tiles(site):
         return {"lists": f"triton.cdiv(M, {BLOCK}) * 2", "list_length": f"triton.cdiv(N, {BLOCK}) + {HEAD}"}
+    if x == "i" and site.documents:
+        return {"lists": f"triton.cdiv(N, {BLOCK}) * 2 + 1", "list_length": f"triton.cdiv(M, {BLOCK}) * {2 * SLOTS} + {KEY_HEAD}"}
     own, length, wide = ("M", "N", BLOCK) if x == "j" else ("N", "M", FINE)
     return {"lists": f"triton.cdiv({own}, {BLOCK})", "list_length": f"triton.cdiv({length}, {wide}) + 2"} if site.listed else {}
 
@@ -21,9 +23,11 @@ def listed_tiles(site: Site, out: Writer, x: str) -> str:
     cut by the mask come first."""
     own, lists, block, wide = ("i", "RowBlocks", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "BLOCK_M", FINE)
     axes = site.spec.mask().axes
+    if x == "i" and site.documents:
+        return _rows_of_keys(site, out)
     if by_row_tiles(site) and x == "j":
         row = f"({flatten(axes)}) * lists + row_tile + 1" if axes else "row_tile + 1"
-        out.assign("blocks", f"RowTiles + tl.cast({row}, tl.int64) * list_length", "a tile of rows: see `row_tiles.HEAD`")
+        out.assign("blocks", f"RowTiles + tl.cast({row}, tl.int64) * list_length", "a tile of rows: see `documents.HEAD`")
         for n, name in enumerate(("i0", "row_end", "begin")):
             out.assign(name, f"tl.load(blocks + {n})")
         out.assign("blocks", f"blocks + {HEAD - 2}")
@@ -35,6 +39,33 @@ def listed_tiles(site: Site, out: Writer, x: str) -> str:
     out.assign("partial_tiles", "tl.where(count == 0, 1, partial_tiles)")
     out.assign("count", "tl.maximum(count, 1)", "at least one tile, if a hidden one")
     return "(t < partial_tiles)"
+
+
+def _rows_of_keys(site: Site, out: Writer) -> str:
+    """`listed_tiles` of a tile of keys that begins where a document does: assign where it begins and ends, too."""
+    axes, line = site.spec.mask().axes, f"tile // ({BLOCK} // BLOCK_N) + 1"
+    row = f"({flatten(axes)}) * lists + {line}" if axes else line
+    out.assign("blocks", f"KeyTiles + tl.cast({row}, tl.int64) * list_length", "a tile of keys: see `documents.KEY_HEAD`")
+    out.assign("j0", f"tl.load(blocks) + tile % ({BLOCK} // BLOCK_N) * BLOCK_N")
+    out.assign("key_end", "tl.minimum(tl.load(blocks + 1), j0 + BLOCK_N)")
+    out.assign("partial_tiles", "tl.load(blocks + 2)")
+    out.assign("count", "partial_tiles + tl.load(blocks + 3)")
+    out.assign("is_hidden", "(count == 0) | (j0 >= key_end)", "by the end of the keys: it visits one tile of rows")
+    out.assign("partial_tiles", "tl.where(is_hidden, 1, partial_tiles)")
+    out.assign("count", "tl.where(is_hidden, 1, count)")
+    return "(t < partial_tiles)"
+
+
+def row_start(out: Writer, t: str) -> None:
+    """Where tile of rows number t of such a list begins and ends."""
+    out.assign("i0", f"tl.load(blocks + ({KEY_HEAD} + 2 * {t}))")
+    out.assign("listed", f"tl.load(blocks + ({KEY_HEAD + 1} + 2 * {t}))")
+    out.assign("row_end", f"i0 + listed % {SHARE}")
+
+
+def row_place(out: Writer) -> None:
+    """Its first row in the sum of dQ."""
+    out.assign("sum0", f"listed // {SHARE} * {FINE}")
 
 
 def tile_start(site: Site, x: str, t: str) -> str:

@@ -13,7 +13,7 @@ from ..ranges import Bounds, bounds, linear
 from .forward import heavy_last
 from .hopper import ROWS, is_crowded, is_laden, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
-from .row_tiles import takes
+from .documents import takes
 
 L2_KIB = 12 * 1024
 """Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
@@ -50,8 +50,14 @@ def worked_out(site: Site) -> dict[str, str]:
 
 
 def takes_row_tiles(spec: AttentionSpec, tiled: Sequence[str], head: int, listed: bool) -> bool:
-    """Do tiles of rows begin where documents do (`row_tiles`)?"""
+    """Do tiles of rows begin where documents do (`documents`)?"""
     return listed and takes(spec) and not by_host(spec, tiled, head)
+
+
+def takes_key_tiles(spec: AttentionSpec, rows: bool, stored: bool) -> bool:
+    """And tiles of keys of the Hopper backward, if those of rows do? stored: it stores a captured tensor's gradient as it goes, and that, like sums beyond a table's
+    ends, has fixed places."""
+    return rows and not stored and not any(map(ends, spec.score.loads))
 
 
 def by_row_tiles(site: Site) -> bool:

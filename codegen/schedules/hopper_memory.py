@@ -22,7 +22,7 @@ from ..ranges import bounds
 from ..reads import averages
 from .hopper import is_laden
 from .hopper_captured import outermost, shares
-from .hopper_locate import by_host, takes_row_tiles, tells, visits_together
+from .hopper_locate import by_host, takes_key_tiles, takes_row_tiles, tells, visits_together
 from .hopper_vectors import compared, groups, vector_bytes, vectors
 
 ROWS = 64
@@ -121,9 +121,12 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 3 - single)
     found += [(BARRIER, 16)] * (2 * single)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
-    told = keys * (4 + len(spec.axes) - len(others) + (not split and spec.dropout > 0)), 2 * stages * (1 + bool(others) + len(others))  # as `hopper_keys` says
+    documents = takes_key_tiles(spec, takes_row_tiles(spec, tiled, max(problem.D, problem.Dv), listed), stored)
+    before = not split and spec.dropout > 0  # as `hopper_keys` says
+    by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents
+    told = keys * by_key, 2 * stages * (1 + bool(others) + len(others) + documents)
     found += [(NUMBER * number, 16) for number in told]
-    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed, turns), 8), (12 if split else 4, 4)])
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed, documents, turns), 8), (12 if split else 4, 4)])
 
 
 def _is_split(problem: Problem) -> bool:
@@ -144,7 +147,9 @@ def _has_single_do(problem: Problem) -> bool:
 def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:
     """As `hopper_keys.is_apart`."""
     pieces = len(_pieces(problem.D)) + len(_pieces(problem.Dv))
-    return not _is_split(problem) and (pieces > 2 or _is_wide(problem) or bool(tiled or spec.dropout if listed or spec.visible.loads else _at(spec, "j")))
+    documents = takes_key_tiles(spec, takes_row_tiles(spec, tiled, max(problem.D, problem.Dv), listed), False)  # of a captured tensor whose gradient is stored, tiles are read
+    beside = tiled or spec.dropout or documents if listed or spec.visible.loads else _at(spec, "j")
+    return not _is_split(problem) and (pieces > 2 or _is_wide(problem) or bool(beside))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -251,7 +256,7 @@ def _reads_ends(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, stored: bool, listed: bool,
-                    turns: bool) -> int:
+                    documents: bool, turns: bool) -> int:
     """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
@@ -267,6 +272,10 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     first = next((a for a in spec.axes if a in spec.k), "")
     known = [a for a in spec.axes if a != first or set(spec.axes) - spec.k and a != spec.axes[0]]
     numbers = 4 + sum(extents[a] != 1 for a in known)  # M, and with padding; numbers of tiles in all and of a batch index
+    if documents:  # the lists say how many tiles there are of a batch index
+        numbers += (first not in known and extents.get(first, 1) != 1) - 2
+        total += 2 * ADDRESS * split  # dK and dV
+        uneven = split
     numbers += (uneven and (split or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
                 or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
     mine = [a for a in spec.axes if a in spec.k | spec.v]

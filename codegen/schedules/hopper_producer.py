@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from ...expr import BOOL, FLOAT, Load
+from ...expr import BOOL, FLOAT, Load, Var
 from ..gluon import Partition
-from ..parts import Site, count, decode, flatten
+from ..parts import Site, count, decode, extent, flatten
 from ..program import Program, pointer
 from ..writer import Writer
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
-from .hopper import read_by_tma
-from .hopper_lists import tile_start
-from .hopper_keys import HALF, NEXT, await_place, each_tile, each_tile_ahead, end_step, frees_late, is_apart, partial_tiles, read_vectors, rows_told, slot_and_phase
-from .hopper_keys import do_place, slot_of, takes_turns, tell, tell_keys, has_single_do
+from .hopper import read_by_tma, segments
+from .hopper_lists import listed_tiles, row_place, row_start, tile_start
+from .hopper_keys import HALF, MOST_TILES, NEXT, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, key_loads, key_ring, partial_tiles, rows_told
+from .hopper_keys import slot_and_phase, slot_of, start_steps, takes_turns, tell, tell_keys
 
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
@@ -50,6 +50,82 @@ def rows_from_rings(site: Site, program: Program) -> None:
     for load in row_loads(site):
         text = from_ring(row_ring(site, load))
         program.body.names[load] = f"({text} != 0)" if load.kind == BOOL else text
+
+
+def _segments(site: Site, out: Writer) -> str:
+    """Assign the range of rows that see a tile of keys; returns the condition of a partial tile of them, by position."""
+    if any(Var("j1") in e.leaves for e in (site.by_keys.lo, site.by_keys.hi, site.by_keys.full_lo, site.by_keys.full_hi)):
+        out.assign("j1", "tl.minimum(j0 + BLOCK_N, N) - 1")
+    program = Program(site.spec, out.section(), inner="i")
+    return segments(site.by_keys, program, out, "i", "BLOCK_M", "M", True, True, "average != 0" if site.averages else "")
+
+
+def _rows(site: Site, out: Writer) -> str:
+    """As `_segments`, or from a list; and count, the number of tiles."""
+    if site.averages and not site.listed:  # a list has them
+        out.assign("average", "tl.load(Averaging + y)")
+    if site.ordered:
+        _predecessor(site, out)
+    if site.listed:
+        partial = listed_tiles(site, out, "i")
+    else:
+        partial = _segments(site, out)
+        stop = "late(stop, nth)" if site.by_keys.is_total and site.tiled and len(site.qk_chunks) > 1 else "stop"
+        out.assign("count", f"tl.cdiv({stop} - start, BLOCK_M)")
+    if site.documents:
+        return partial
+    return partial if site.whole else f"{partial} | (j0 + BLOCK_N > N)" if partial else "(j0 + BLOCK_N > N)"
+
+
+def _predecessor(site: Site, out: Writer) -> None:
+    """Assign first_before and last_before, between which rows are visited by the next tile of keys too, which adds to dQ first."""
+    out.assign("j0", "(tile + 1) * BLOCK_N", "the tile of keys that comes first")
+    _segments(site, out)
+    out.assign("first_before", "start")
+    out.assign("last_before", "tl.where(j0 < N, stop, 0)")
+    out.assign("j0", "tile * BLOCK_N")
+
+
+def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
+    """Captured vectors read at the key alone, for the others. rows: what reads those at the row in the same function."""
+    if loads := key_loads(site):
+        out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
+        program = Program(site.spec, out.section(), inner="i", columns="i", beside=rows)
+        for load in loads:
+            out.line(f"{key_ring(site, load)}.index(kv).store({program.value(load)}{'.to(tl.int32)' * (load.kind == BOOL)})")
+
+
+@contextmanager
+def each_tile_ahead(site: Site, out: Writer, call: str, others):
+    """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
+    out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
+    out.assign("number", "number_on(take_ticket(Taken, -1))" if site.ordered else "tl.program_id(0)")
+    out.assign("nth", "0")
+    out.assign("before", "0", "counts steps over all tiles of keys")
+    start_steps(site, out)
+    if site.documents:
+        out.assign("work", " * ".join([MOST_TILES, *(f"late({extent(a)}, number)" for a in site.axes_of("k", "v"))]))
+    with out.block("while number < work:"):
+        out.line(call)
+        partial = _rows(site, out)
+        out.assign("steps", f"count * {count(others)}" if others else "count")
+        out.assign("end", "before + steps")
+        if not others:
+            out.assign("z", "y")
+        yield partial
+        out.assign("before", "end")
+        out.assign("nth", "nth + 1")
+        _take_next(site, out)
+    await_place(site, out)
+    out.assign("tile", "-1", "no tile is left")
+    tell(site, out, ["tile"])
+    out.line("mbarrier.arrive(kv_told.index(kv), count=1)" if is_apart(site) else "mbarrier.arrive(kv_full.index(kv), count=2)")
+
+
+def _take_next(site: Site, out: Writer) -> None:
+    """The next tile, when the rows of this one are on their way: others may be free sooner."""
+    first = "" if site.ordered else "tl.num_programs(0) + "
+    out.assign("number", f"{first}number_on(take_ticket(Taken, -1))")
 
 
 @contextmanager
@@ -91,7 +167,10 @@ def load_tiles(site: Site, others, halves: int, half: int, call: str) -> Partiti
     with each_tile_ahead(site, out, call, others) as partial:
         program = Program(site.spec, out.section(), inner="i", columns="i", varying=others)
         with each_row(site, out, others):
-            out.assign("i0", tile_start(site, "i", "t"))
+            if site.documents:
+                row_start(out, "t")
+            else:
+                out.assign("i0", tile_start(site, "i", "t"))
             _load_rows(site, program, out, halves, half, partial)
             with out.block("if at == before:", "behind the first rows: those before them still read the keys"):
                 await_place(site, out)
@@ -128,14 +207,19 @@ def load_keys(site: Site) -> Partition:
 
 def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int, partial: str) -> None:
     out.assign("i", "i0 + gl.arange(0, BLOCK_M, lanes)")
+    if site.documents:
+        out.assign("beyond", "i >= row_end", "rows behind are another tile's: of weight exp(-inf) = 0 here")
+        out.assign("i", "tl.minimum(i, row_end - 1)")
     out.assign("lse2", f"tl.load(Lse2 + {padded_rows('z', 'padded')} + i)")
+    if site.documents:
+        out.assign("lse2", 'tl.where(beyond, float("inf"), lse2)')
     out.assign("delta", f"tl.load(Delta + {padded_rows('z', 'padded')} + i)")
     if left_out(site) != 1.0:
         out.assign("delta", f"delta * {1.0 / left_out(site)!r}", "dS and what it is subtracted from, over dropout's factor")
     if site.averages:
         mean_share(site, out)
         out.assign("lse2", "tl.where(mean > 0.0, -tl.log2(mean), lse2)")
-    program.enter(out, row_loads(site))
+    program.enter(out, row_loads(site), "i" if site.documents else "")
     found = {row_ring(site, load): program.value(load) + ".to(tl.int32)" * (load.kind == BOOL) for load in row_loads(site)}
     if frees_late(site):
         out.assign("after", NEXT, "less STAGES: the step after the one whose rows leave their place")
@@ -159,10 +243,13 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
 
 
 def tell_row(site: Site, out: Writer, partial: str) -> None:
-    """Tell where a step is: rows begin at multiples of BLOCK_M, so that the lowest bits are free."""
+    """Tell where a step is. Rows begin at multiples of BLOCK_M, so that the lowest bits are free, but for those of documents."""
     flag = f" + ({partial}).to(tl.int32)" if partial and partial_tiles(site) not in ("", "True") else ""
     last = " + is_last * 2" * ("z" in rows_told(site) and not takes_turns(site))
-    out.assign("told", f"i0{flag}{last} + (at == before).to(tl.int32) * 4")
+    short = " + (j0 + BLOCK_N > key_end).to(tl.int32) * 8" * site.documents
+    out.assign("told", f"{'i0 * 16' if site.documents else 'i0'}{flag}{last} + (at == before).to(tl.int32) * 4{short}")
     if site.ordered:
         out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
+    if site.documents:
+        row_place(out)
     tell(site, out, rows_told(site))

@@ -1,6 +1,7 @@
 """Of the Hopper backward: the weights of a tile from its products, and the gradient of its scores."""
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 
 from ...expr import QK, Call, Const, Expr, Load, walk
@@ -15,15 +16,17 @@ from .common import Body, has_slopes, scaled
 from .ends import tight_score
 from .hopper_captured import doubles, is_signed, left_out, tile_loads
 from .hopper import compares
-from .hopper_keys import is_full, is_split, is_tight, is_wide, sees_ends_late
+from .hopper_keys import is_full, is_split, is_tight, is_wide, number, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
 from .hopper_vectors import cut, groups
 from .relative import add_ends, beyond_ends
 
 
 def fills_registers(site: Site) -> bool:
-    """Does the score need a tile of registers beside the accumulators of a large head: elements read across rows and keys, or its derivative?"""
-    return not (is_split(site) or is_wide(site)) and (site.ordered or bool(across(site.spec, False)) or has_slopes(site))
+    """Does the score need a tile of registers beside the accumulators of a large head: elements read across rows and keys, or its derivative? Or does much else: an order,
+    tiles that begin with documents beside queries that share keys."""
+    much = site.ordered or site.documents
+    return not (is_split(site) or is_wide(site)) and (much or bool(across(site.spec, False)) or has_slopes(site))
 
 
 def unknown_zero(site: Site, number: str) -> str:
@@ -77,7 +80,8 @@ def averages_by_score(site: Site) -> bool:
 def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps: int) -> None:
     """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout."""
     spec, program = site.spec, body.program
-    beyond = [] if site.whole else ["(j < N)[:, None]"]
+    end = "N" if not site.documents else "key_end" if is_split(site) else number(site, "key_end", warps)  # from shared memory, for want of registers
+    beyond = [] if site.whole else [f"(j < {end})[:, None]"]
     visible = [spec.visible] if spec.is_masked else []
     wanted = [scaled(site, QK)[0]]
     raw = tight_score(site, program, out, rows, "BLOCK_M", None if is_wide(site) else not is_split(site))
@@ -87,17 +91,20 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
         """Where the mask hides a key, `value` becomes `hidden`; in rows that average v, `mean` where they do."""
         def inside() -> None:
             closed, others = groups(spec, "i")
-            found = "" if site.averages or crowded or not visible else hidden_outside(program, out, value, visible, "i", hidden, False, "N" if beyond else "")
+            found = "" if site.averages or crowded or not visible else hidden_outside(program, out, value, visible, "i", hidden, False, end if beyond else "")
             if found:
                 out.assign(value, found)
                 return
             if closed and others and not site.averages:
+                edges = cut(site, program, "i", True)
+                if end != "N" and not is_split(site):
+                    edges = re.sub(r"\bj1\b", f"({end} - 1)", edges)
                 read = any({"i", "j"} <= load.variables for c in others for load in c.loads)  # a tile of the mask: to be used up before it waits for a branch
                 hide_others = lambda: out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
                 if read:
                     hide_others()
-                with program.branch(), out.block(f"if {' | '.join([*(['(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
-                    by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, "N" if beyond else "") if read and not is_wide(site) else ""
+                with program.branch(), out.block(f"if {' | '.join([*(['(is_short != 0)' if site.documents else '(j0 + BLOCK_N > N)'] if beyond else []), edges])}:"):
+                    by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, end if beyond else "") if read and not is_wide(site) else ""
                     out.assign(value, by_bits or f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
                 if not read:
                     hide_others()

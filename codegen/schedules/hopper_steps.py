@@ -1,6 +1,8 @@
 """What the warpgroups of the Hopper backward have in common: how a step begins, and how dV and dK leave."""
 from __future__ import annotations
 
+from typing import Callable
+
 from ...expr import QK
 from ..parts import Chunk, Site, tiles_name
 from ..philox import kept_scale
@@ -95,13 +97,31 @@ def copy_out(site: Site, out: Writer, first: str, index: str) -> None:
         out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
 
 
+def store_whole(site: Site, out: Writer, first: str, rows: str | int, by_tma: Callable[[], None]) -> None:
+    """dV and dK of `rows` keys from `first` on leave by TMA, but of a tile that ends sooner, where a document does, from registers: the keys behind are another's."""
+    if not site.documents:
+        return by_tma()
+    with out.block(f"if {first} + {rows} <= key_end:"):
+        by_tma()
+    with out.block("else:", "keys behind are another tile's"):
+        for name, operand, _, c, value in gradients(site):
+            size = site.D if operand == "K" else site.Dv
+            out.assign("row", f"{first} + gl.arange(0, {rows}, gl.SliceLayout(1, {name}_layout{c.suffix}))[:, None]")
+            out.assign("column", f"gl.arange(0, {c.width}, gl.SliceLayout(0, {name}_layout{c.suffix}))[None, :]")
+            out.assign("cells", f"d{operand} + (tl.cast(y, tl.int64) * late(N, y) + row) * {size} + {c.start} + column")
+            inside = f"(row < key_end) & (column < {size - c.start})" if c.masked else "row < key_end"
+            out.line(f"tl.store(cells, {value}, mask={inside})")
+
+
 def store_in_place(site: Site, out: Writer) -> None:
     """The end of a tile of keys: dV and dK leave by the place of V and K."""
-    out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
-    keep(site, out, "kv", "BLOCK_N")
-    out.line("barrier()")
-    copy_out(site, out, "j0", "kv")
-    out.line("tma.store_wait(0)")
+    def by_tma() -> None:
+        out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
+        keep(site, out, "kv", "BLOCK_N")
+        out.line("barrier()")
+        copy_out(site, out, "j0", "kv")
+        out.line("tma.store_wait(0)")
+    store_whole(site, out, "j0", "BLOCK_N", by_tma)
     out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
 
 

@@ -74,7 +74,7 @@ def last_of_tile(site: Site, out: Writer, index: str, first: str, size: str | in
     """Assign i1 or j1, the tile's last row or key, if `cut` needs it."""
     name, length = ("i1", "M") if index == "j" else ("j1", "N")
     if all(groups(site.spec, index)) and any(Var(name) in e.leaves for f in _closed(site.spec, index) for e in (f.full_lo, f.full_hi)):
-        out.assign(name, f"tl.minimum({first} + {size}, {length}) - 1")
+        out.assign(name, f"tl.minimum({first} + {size}, {'key_end' if index == 'i' and site.documents else length}) - 1")
 
 
 def _closed(spec: AttentionSpec, index: str) -> list[Bounds]:

@@ -92,9 +92,9 @@ attention[b, h, g, i, j]
     q, k, v, bias = make(2, 4, 2, 128, 64), make(2, 4, 1, 128, 64), make(2, 4, 1, 128, 64), make(4, 128, 128)
     print("host time of a call (us)       forward  backward")
     for name, spec, aux in (("causal, grouped queries", plain, []), ("bias with gradient, causal", text, [bias])):
-        forward = lambda: op.attention(q, k, v, aux, None, [], spec, None, None, None, 1)
+        forward = lambda: op.attention(q, k, v, aux, None, [], spec, None, None, False, 1)
         out, lse = forward()
-        backward = lambda: op.attention_backward(out, None, q, k, v, aux, None, out, lse, [], spec, [True] * (3 + len(aux)), None, None)
+        backward = lambda: op.attention_backward(out, None, q, k, v, aux, None, out, lse, [], spec, [True] * (3 + len(aux)), None, None, False)
         with torch.no_grad():
             backward(), forward(), backward()
             print(f"  {name:<28} {host_us(forward, 300):7.1f}  {host_us(backward, 300):8.1f}", flush=True)

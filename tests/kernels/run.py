@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashfx.codegen import launch, plan
-from flashfx.codegen.blocks import document_tiles, lists_for, of_mask
+from flashfx.codegen.blocks import lists_for, tiles_for
 from flashfx.codegen.derivative import partial
 from flashfx.codegen.layout import output_strides
-from flashfx.codegen.schedules import row_tiles
+from flashfx.codegen.schedules import documents
 from flashfx.codegen.selfcheck import inputs, kept
 from flashfx.codegen.torch_tiled import MEAN_ROW
 from flashfx.expr import QK
@@ -67,17 +67,16 @@ def in_runs(spec: AttentionSpec, operands, mean: int = 150, seed: int = 0):
     """Operands whose ids, which a mask compares, come in runs of so many rows or keys on average, some of one, and come back later."""
     q, k, v, aux, dropout_seed, sizes = operands
     g = torch.Generator().manual_seed(seed)
-    names = {load.name for _, *sides in row_tiles.pairs(spec.mask()) for e in sides for load in e.loads}
+    names = {load.name for _, *sides in documents.pairs(spec.mask()) for e in sides for load in e.loads}
     ids = lambda t: ((torch.rand(t.shape, generator=g) < 1 / mean).cumsum(-1) * 7 % 11).to(t)
     return q, k, v, [ids(t) if a.name in names else t for a, t in zip(spec.aux, aux)], dropout_seed, sizes
 
 
 def summary(spec: AttentionSpec, aux, sizes, q, k):
     """The mask's run-time summary as the rewritten graph gives it to the pinned schedule."""
-    if plan.OVERRIDE.get("schedule") != "hopper" or not row_tiles.takes(spec):
+    if plan.OVERRIDE.get("schedule") != "hopper" or not documents.takes(spec):
         return lists_for(spec, aux, sizes, q, k)
-    tiles, keys = document_tiles(*of_mask(spec, aux, sizes, q, k), q)
-    return None, keys, tiles
+    return tiles_for(spec, aux, sizes, q, k)
 
 
 def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 0, operands=None, gradients: bool = True,
@@ -113,7 +112,7 @@ def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 
     if gradients:
         result.scale = cancelling(spec, q, k, v, aux, sizes, grad_out, lse)
         needs = [t.is_floating_point() for t in (q, k, v, *aux)]
-        found = launch.backward(spec, grad_out, q, k, v, aux, dropout_seed, result.actual["out"], lse, sizes, needs, None, lists and lists[:2])
+        found = launch.backward(spec, grad_out, q, k, v, aux, dropout_seed, result.actual["out"], lse, sizes, needs, None, lists)
         for name, t, need, g in zip(names, (q, k, v, *aux), needs, found):
             if not need:
                 assert g.numel() == 0 and g.dtype == t.dtype

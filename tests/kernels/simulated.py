@@ -13,7 +13,7 @@ from flashfx import op
 from flashfx.codegen import blocks, calls, gpu, launch, triton_host
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan, overridden
-from flashfx.codegen.schedules import hopper, row_tiles
+from flashfx.codegen.schedules import documents, hopper
 from flashfx.codegen.selfcheck import inputs
 from flashfx.reference import evaluate, index_grid
 from flashfx.spec import BLOCK, FINE, AttentionSpec
@@ -297,8 +297,8 @@ def test_rest_of_calls_of_the_op_that_are_alike():
 
     def both(length: int, outer: int, needs: list[bool], seed: int) -> int:
         q, k, v, aux, _, sizes = inputs(s, problem(M=length, dtype="float16", D=64), seed=seed)
-        out, lse = op.attention(q, k, v, aux, None, [], s.line, None, None, None, outer)
-        found = op.attention_backward(out, None, q, k, v, aux, None, out, lse, [], s.line, needs, None, None)
+        out, lse = op.attention(q, k, v, aux, None, [], s.line, None, None, False, outer)
+        found = op.attention_backward(out, None, q, k, v, aux, None, out, lse, [], s.line, needs, None, None, False)
         expected, _ = launch.forward(s, q, k, v, aux, None, sizes, outer=outer)
         assert torch.equal(out, expected) and out.stride() == expected.stride()
         every = launch.backward(s, out, q, k, v, aux, None, out, lse, sizes, needs)
@@ -330,7 +330,7 @@ def test_rest_of_what_documents_leave(visible, M, N):
     s = AttentionSpec.parse(f"attention[b, i, j]; {given}; qk = q[b, i] . k[b, j]; score = qk; where {visible}; empty zero; out = softmax_j(score) . v[b, j]")
     mask = s.mask()
     if "seg[i] != 3" in visible:
-        assert not row_tiles.pairs(mask)  # that is no comparison with a value of the key
+        assert not documents.pairs(mask)  # that is no comparison with a value of the key
         return
     g, length = torch.Generator().manual_seed(M), max(M, N)
     for mean in (1, 30, 160, 10000):
@@ -352,10 +352,19 @@ def test_rest_of_what_documents_leave(visible, M, N):
         if mean == 10000 and M == N and "j <= i)" in visible:  # one document: nothing that is hidden is visited
             assert int(covered.sum()) <= (M + BLOCK) * N
         covered[:] = 0
-        for b, block in itertools.product(range(2), range(keys.shape[1])):
-            partial, full, *listed = keys[b, block].tolist()
-            for n, fine in enumerate(listed[: partial + full]):
-                part = slice(fine * FINE, (fine + 1) * FINE), slice(block * BLOCK, (block + 1) * BLOCK)
-                covered[b][part] += 1
-                assert n < partial or part[1].stop <= N and visible_at[b][part].all()
+        for b, (head, *lines) in enumerate(keys.reshape(2, -1, keys.shape[1]).tolist()):
+            slots = {n: pair for n, pair in enumerate(zip(head[documents.KEY_HEAD::2], head[documents.KEY_HEAD + 1::2])) if pair[1]}
+            places = sorted(slots.values())
+            assert [0] + [i0 + rows for i0, rows in places] == [i0 for i0, _ in places] + [M] and max(rows for _, rows in places) <= FINE
+            assert max(slots) < -(-M // BLOCK) * 2 + int(keys[0, 1])  # so many are set to 0
+            columns = [line for line in lines if line[0] < N]
+            assert columns == lines[: len(columns)] and [line[0] for line in columns] + [N] == [0] + [line[1] for line in columns] and len(columns) <= int(keys[0, 0])
+            for first, last, partial, full, *listed in columns:
+                assert last - first <= BLOCK
+                for n in range(partial + full):
+                    i0, (slot, rows) = listed[2 * n], divmod(listed[2 * n + 1], documents.SHARE)
+                    part = slice(i0, i0 + rows), slice(first, last)
+                    assert slots[slot] == (i0, rows)
+                    covered[b][part] += 1
+                    assert n < partial or last - first == BLOCK and visible_at[b][part].all()
         assert covered.max() <= 1 and not (visible_at & (covered == 0)).any()

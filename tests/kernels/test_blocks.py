@@ -48,7 +48,7 @@ def brute(s: AttentionSpec, aux, sizes, M: int, N: int, high: int) -> torch.Tens
 def test_lists_say_what_every_element_says(name, M, N):
     s, p = spec(DATA[name]), problem("cross", 16, M=M, N=N)
     q, k, _, aux, _, sizes = inputs(s, p)
-    rows, keys = lists_for(s, aux, sizes, q, k)
+    rows, keys, _ = lists_for(s, aux, sizes, q, k)
     kinds, fine = brute(s, aux, sizes, M, N, BLOCK), brute(s, aux, sizes, M, N, FINE)
     assert rows.dtype == keys.dtype == torch.int32 and rows.is_contiguous() and keys.is_contiguous()
     assert torch.equal(kinds_of(rows), kinds) and torch.equal(kinds_of(keys), fine.mT)
