@@ -286,7 +286,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
         numbers += long_first(batches, -(-problem.N // n), rows * row / 1024)[0] != 1
         numbers += bool(outermost(spec, tiled, mine)) and first not in known and extents[first] != 1
     if listed:
-        numbers += bool(spec.mask().axes) + bool(_at(spec, "i"))  # lists of a batch index; their length in place of M
+        numbers += bool(spec.mask().axes) + bool(_at(spec, "i") and not documents)  # lists of a batch index; their length in place of M
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
         total += ADDRESS + out if stored else _buffer(3)  # dS

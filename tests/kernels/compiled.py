@@ -23,7 +23,8 @@ BY_ARCH = {row.arch: row for row in reversed(GPUS)}
 def compile_blocks(mask: AttentionSpec, aux, sizes, gpu: GPU) -> list[Report]:
     """Compile the generated summary kernels of a mask for `gpu`."""
     module = render.blocks_module(mask)
-    return compile_launches(module, gpu, lambda: module.block_lists(aux, sizes, torch.device("cpu")))
+    made = [getattr(module, name) for name in ("block_lists", "document_tiles") if hasattr(module, name)]
+    return compile_launches(module, gpu, lambda: [make(aux, sizes, torch.device("cpu")) for make in made])
 
 
 def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] | None = None, forward: bool = True,

@@ -9,7 +9,7 @@ import torch
 from flashfx.bench.sweep import grid, job_needs
 from flashfx.codegen import loops, philox, render
 from flashfx.codegen.plan import make_plan, overridden
-from flashfx.codegen.schedules import hopper
+from flashfx.codegen.schedules import documents, hopper
 from flashfx.compat import interpreting
 from flashfx.region import Problem
 from flashfx.spec import EmptyRow
@@ -337,7 +337,8 @@ def test_summaries_build_without_spilling(name):
     s, given = family(FAMILIES[name]), tensors(257, 300, 0)
     aux, sizes = [given[a.name] for a in s.mask().aux], [*(2 for _ in s.mask().axes), 257, 300]
     for mask in (s.mask(), replace(s.mask(), empty_row=EmptyRow.MEAN)):
-        assert [report.spilled for report in compile_blocks(mask, aux, sizes, BY_ARCH["sm_90"])] == [0, 0, 0]
+        found = compile_blocks(mask, aux, sizes, BY_ARCH["sm_90"])
+        assert [report.spilled for report in found] == [0] * (6 if documents.pairs(mask) else 3)
 
 
 @pytest.mark.slow
