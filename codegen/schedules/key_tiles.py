@@ -13,7 +13,7 @@ from .documents import KEY_HEAD, RESULTS, SHARE, SLOTS, WIDTH, certain, key_line
 def keys_kernel(mask: AttentionSpec) -> Kernel:
     """key_tiles[0, 0]: the most tiles of a batch index; key_tiles[(axes, 1 + tile)]: as KEY_HEAD says, then the tiles of rows."""
     kernel = Kernel("attention_key_tiles", "One program: one tile of keys, and the tiles of FINE rows that see some.", arguments(mask, RESULTS),
-                    ("BLOCK", "WIDTH", "WINDOWS"), options("C", WIDTH=WIDTH))
+                    ("BLOCK", "WIDTH", "WINDOWS"), options("C", WIDTH=8 * WIDTH))
     out, number = kernel.body, 2 * len(pairs(mask))
     out.assign("windows", "tl.cdiv(N, BLOCK)")
     out.assign("t", "tl.program_id(0) % (2 * windows)")
