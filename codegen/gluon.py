@@ -48,6 +48,47 @@ def philox(seed, c0, c1, c2, vary):
     return c0, c1, c2, c3
 
 
+@gluon.jit
+def key_words(seed, z, j0, COLUMNS: gl.constexpr):
+    """Of Philox's first three rounds what a key and a batch index alone make, for the counters (key, any, z, 0) of the keys from j0
+    on: four words, with the round keys that meet them, as two numbers of 64 bits."""
+    c = gl.arange(0, COLUMNS // 8, gl.BlockedLayout([1], [32], [1], [0]))
+    c0 = (j0 + c // 4 * 32 + c // 2 % 2 * 4 + c % 2 * 16).to(gl.uint32)
+    k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
+    c1, _ = wide_product(z.to(gl.uint32) + c0 * 0, 0xCD9E8D57)              # round 1
+    first, high = wide_product(c0, 0xD2511F53)
+    second, high = wide_product(high ^ k1, 0xCD9E8D57)                      # round 2
+    fourth, high = wide_product(high ^ c1 ^ (k0 + 0x9E3779B9), 0xD2511F53)  # round 3
+    first, second, third = first ^ (k1 + 0xBB67AE85), second ^ (k0 + 0x3C6EF372), high ^ (k1 + 0x76CF5D0A)
+    return first.to(gl.int64) | (second.to(gl.int64) << 32), third.to(gl.int64) | (fourth.to(gl.int64) << 32)
+
+
+@gluon.jit
+def philox_by_words(seed, words, c1, c2, vary):
+    """`philox` of counters whose `key_words` are known."""
+    a, b = words
+    k0 = seed.to(gl.uint32) + vary
+    k1 = (seed >> 32).to(gl.uint32) + vary
+    _, high = wide_product(c2, 0xCD9E8D57)                                  # round 1
+    low, high = wide_product(high ^ c1 ^ seed.to(gl.uint32), 0xD2511F53)    # round 2
+    c1, high = wide_product(high ^ a.to(gl.uint32), 0xCD9E8D57)             # round 3
+    c0 = high ^ (a >> 32).to(gl.uint32)
+    c2 = b.to(gl.uint32) ^ low
+    c3 = (b >> 32).to(gl.uint32)
+    k0 = k0 + 0xDAA66D2B
+    k1 = k1 + 0x32370B8F
+    for _ in gl.static_range({ROUNDS - 3}):
+        a, high_a = wide_product(c0, 0xD2511F53)
+        b, high_b = wide_product(c2, 0xCD9E8D57)
+        c0 = high_b ^ c1 ^ k0
+        c2 = high_a ^ c3 ^ k1
+        c1 = b
+        c3 = a
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
 @gluon.constexpr_function
 def words_layout(ROWS, COLUMNS, WARPS):
     """Layout of one Philox call for each 16 elements of a (ROWS, COLUMNS) accumulator: the accumulator's without bit 3 of the
@@ -88,10 +129,11 @@ def share(word, odd, LANE: gl.constexpr):
 
 
 @gluon.jit
-def random_bits(seed, z, a0, b0, unknown, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+def random_bits(seed, z, a0, b0, unknown, words_a, words_b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
                 TRANSPOSED: gl.constexpr, VARY: gl.constexpr, LAYOUT: gl.constexpr):
     """Dropout's random bits for the score tile at (z, a0, b0), batch index, row and column; TRANSPOSED: keys along the rows.
-    unknown: 0; where the compiler does not know that, it keeps nothing in registers that is made of a thread's number alone."""
+    unknown: 0; where the compiler does not know that, it keeps nothing in registers that is made of a thread's number alone.
+    words_a, words_b: the tile's `key_words` in shared memory, or None."""
     words: gl.constexpr = words_layout(ROWS, COLUMNS, WARPS)
     r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))[:, None]
     c = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, words))[None, :]
@@ -109,7 +151,12 @@ def random_bits(seed, z, a0, b0, unknown, ROWS: gl.constexpr, COLUMNS: gl.conste
         one = (c + unknown) % 2
         b = b + c // 2 % 2 * 4 + one * 16
         vary = (a >> 31).to(gl.uint32) + zero if VARY else zero
-        w0, w1, w2, w3 = philox(seed, b.to(gl.uint32) + zero, a.to(gl.uint32) + zero, z, vary)
+        if words_a is None:
+            w0, w1, w2, w3 = philox(seed, b.to(gl.uint32) + zero, a.to(gl.uint32) + zero, z, vary)
+        else:
+            flat: gl.constexpr = gl.SliceLayout(0, words)
+            found = words_a.load(flat)[None, :] + zero.to(gl.int64), words_b.load(flat)[None, :] + zero.to(gl.int64)
+            w0, w1, w2, w3 = philox_by_words(seed, found, a.to(gl.uint32) + zero, z, vary)
         lane: gl.constexpr = "1"
     one = one.to(gl.uint32) + zero != 0
     w0, x0 = share(w0, one, lane)

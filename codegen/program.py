@@ -16,7 +16,7 @@ from .writer import Writer
 RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep
     seed rows cols d e z y g t tile tiles start stop full_start full_stop leading trailing i0 i1 j0 j1 i j M N tl
     some every inside columns row blocks Kinds RowBlocks KeyBlocks RowTiles Cuts KeyEnds window windows cut changed following goes_on begins earlier begin listed larger row_end ends cells row_tile group_seen near near_seen groups_of first_key last_key
-    KeyTiles KeyCuts SlotEnds key_end sum0 is_hidden half head cuts_before key_place
+    words_ring_0 words_ring_1 words_tile_0 words_tile_1 key_words words_layout random_bits KeyTiles KeyCuts SlotEnds key_end sum0 is_hidden half head cuts_before key_place
     triton torch dense diagonal diagonals all_rows differences value slots end_slot place turned line lines total inside difference length chunks p0 g0 sums beyond upper lower there span shares raw_0 raw_1 place_0 place_1 hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
     reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
     row_scale slope first last work turns number own q_slot ticket Taken lane all groups group size

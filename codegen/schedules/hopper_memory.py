@@ -23,7 +23,7 @@ from ..reads import averages
 from .hopper import is_laden
 from .hopper_captured import outermost, shares
 from .hopper_locate import by_host, takes_key_tiles, takes_row_tiles, tells, visits_together
-from .hopper_vectors import compared, groups, vector_bytes, vectors
+from .hopper_vectors import WORDS, compared, groups, vector_bytes, vectors, shares_words
 
 ROWS = 64
 BARRIER = 8
@@ -93,6 +93,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     if kernel == "forward":
         queries = q_tiles(spec, problem, m, n, stages, tiled)
         found = _forward_tiles(spec, problem, m, n, stages, tiled, queries, stores_directly(spec, problem, listed))
+        found += [((stages + 1) * n, 16)] * len(WORDS) * shares_words(spec, max(problem.D, problem.Dv))
         if not is_counted(spec):
             return sum(size for size, _ in found) + vector_bytes(spec, m, n, stages) + 2048
         found += [(queries * m * _element(load), 16) for load in vectors(spec, "i")]
@@ -213,7 +214,7 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     if listed:
         # lists of a batch index; their length, and N only where that is asked for
         sizes += NUMBER * (bool(spec.mask().axes) + names_length(spec, problem, tiled))
-    beside += _buffer(2) * (_told(spec, problem, tiled, listed) > 0)
+    beside += _buffer(2) * ((_told(spec, problem, tiled, listed) > 0) + len(WORDS) * shares_words(spec, max(problem.D, problem.Dv)))
     return maps + rings + sizes + ADDRESS + ADDRESS * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
 
 

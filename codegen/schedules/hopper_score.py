@@ -184,7 +184,7 @@ def _bits(site: Site, rows: str, warps: int) -> str:
     zero = "told >> 31"
     late = f" + ({zero})" if fills_registers(site) or is_full(site) else ""
     unknown = "0" if compares(site.spec) and not any(map(ends, site.loads)) else zero
-    return f"random_bits(seed{late}, z, key0, i0, {unknown}, {rows}, BLOCK_M, {warps}, True, False, scores)"
+    return f"random_bits(seed{late}, z, key0, i0, {unknown}, None, None, {rows}, BLOCK_M, {warps}, True, False, scores)"
 
 
 def degree(e: Expr, x: Expr) -> int:

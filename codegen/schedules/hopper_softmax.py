@@ -12,7 +12,7 @@ from .ends import ended, warpgroup_score
 from .forward import is_finite
 from .hopper import ROWS, compares, is_crowded, tiles_name
 from .hopper_locate import adds_position, descends
-from .hopper_vectors import compared, cut, groups, hidden_by_data
+from .hopper_vectors import WORDS, compared, cut, groups, hidden_by_data, shares_words
 
 LAG = 8
 """Powers of two that a row's weights may come to before their maximum is renewed (FlashAttention-4's, made for Blackwell)."""
@@ -242,7 +242,8 @@ def weights(site: Site, out: Writer) -> None:
     if site.spec.dropout:
         seed = "tl.load(Seed)" if reads_seed_late(site) else "seed"
         zero = "tile >> 31" if reads_seed_late(site) and max(site.D, site.Dv) <= 192 else "0"  # wider heads lack registers for more in a tile
-        out.assign("bits", f"random_bits({seed}, z, i0, j0, {zero}, {ROWS}, BLOCK_N, 4, False, {varies(site)}, scores)")
+        words = ", ".join(f"{ring}.index(place)" if shares_words(site.spec, max(site.D, site.Dv)) else "None" for ring in WORDS)
+        out.assign("bits", f"random_bits({seed}, z, i0, j0, {zero}, {words}, {ROWS}, BLOCK_N, 4, False, {varies(site)}, scores)")
         kept = f"kept_half(p.to({tiles_name('V', site.v_chunks[0])}.dtype)" if is_halved(site) else "kept(p"
         out.assign("p", f"{kept}, bits, {threshold(site.spec.dropout)})", "the sum l is of the weights before dropout")
     for c in site.v_chunks:

@@ -159,7 +159,7 @@ def argument(value):
 
 # Dropout's bits pass through registers in ways that a simulation without layouts cannot follow: what they are is written out.
 
-def random_bits(seed, z, a0, b0, unknown, ROWS, COLUMNS, WARPS, TRANSPOSED, VARY, LAYOUT):
+def random_bits(seed, z, a0, b0, unknown, words_a, words_b, ROWS, COLUMNS, WARPS, TRANSPOSED, VARY, LAYOUT):
     first, second = torch.arange(ROWS)[:, None] + int(a0), torch.arange(COLUMNS)[None, :] + int(b0)
     i, j = (second, first) if TRANSPOSED else (first, second)
     return philox.random_bits(int(seed), torch.as_tensor(int(z)), i, j)
@@ -220,7 +220,7 @@ def take_ticket(counter, last):
 
 
 OVERRIDES = dict(within=within, await_turn=await_turn, pass_turn=pass_turn, take_ticket=take_ticket, number_on=scalar,
-                 random_bits=random_bits, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
+                 random_bits=random_bits, key_words=lambda seed, z, j0, COLUMNS: (torch.zeros(COLUMNS // 8, dtype=torch.int64),) * 2, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
                  is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised, weighed=weighed, bounded_exp2=lambda x, FACTOR: torch.exp2(x * FACTOR),
