@@ -13,8 +13,7 @@ from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
-from .schedules import documents as tiles_of
-from .schedules import hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
+from .schedules import documents, hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, sum_shape, turns_shape
@@ -54,8 +53,8 @@ def _dense_loads(site: Site) -> list[Load]:
     return [load for load in site.loads_over("i", "j") if load != stored_load(site)]
 
 
-def _unpack(site: Site, out: Writer, documents: bool) -> None:
-    """documents: do its tiles begin where documents do?"""
+def _unpack(site: Site, out: Writer, by_documents: bool) -> None:
+    """by_documents: do its tiles begin where documents do?"""
     spec = site.spec
     if spec.aux:
         out.line(", ".join(local(a.name) for a in spec.aux) + ("," if len(spec.aux) == 1 else "") + " = aux")
@@ -64,7 +63,7 @@ def _unpack(site: Site, out: Writer, documents: bool) -> None:
         out.line(", ".join(names) + ("," if len(names) == 1 else "") + " = sizes")
     out.line("M, N = q.shape[-2], k.shape[-2]")
     if site.listed:
-        if documents:
+        if by_documents:
             out.line("row_tiles, key_tiles, _ = blocks if blocks and blocks[2] else tiles_for(SPEC, aux, sizes, q, k)", "where documents begin")
         else:
             out.line("row_blocks, key_blocks, _ = blocks if blocks and not blocks[2] else lists_for(SPEC, aux, sizes, q, k)", "which tiles the mask leaves")
@@ -119,10 +118,10 @@ def document_tiles_function(mask: AttentionSpec, kernels: Sequence[Kernel]) -> s
         out.line("R, C = triton.cdiv(M, TILES['BLOCK']), triton.cdiv(N, TILES['BLOCK'])")
         batch = count(mask.axes)
         out.line(f"cuts, key_cuts = (torch.empty({batch} * blocks, dtype=torch.int32, device=device) for blocks in (R, C))")
-        for name, places in (("key_ends", f"C * {BLOCK // tiles_of.GROUP}"), ("slot_ends", f"R * {tiles_of.SLOTS}")):
-            out.line(f"{name} = torch.empty({batch} * {places} * {2 * len(tiles_of.pairs(mask))}, dtype=torch.int64, device=device)")
-        out.line(f"row_tiles = torch.empty((1 + {batch} * R * 2, {tiles_of.HEAD} + C), dtype=torch.int32, device=device)")
-        out.line(f"key_tiles = torch.empty(({batch} * (1 + C * 2), {tiles_of.KEY_HEAD} + R * {2 * tiles_of.SLOTS}), dtype=torch.int32, device=device)")
+        for name, places in (("key_ends", f"C * {BLOCK // documents.GROUP}"), ("slot_ends", f"R * {documents.SLOTS}")):
+            out.line(f"{name} = torch.empty({batch} * {places} * {2 * len(documents.pairs(mask))}, dtype=torch.int64, device=device)")
+        out.line(f"row_tiles = torch.empty((1 + {batch} * R * 2, {documents.HEAD} + C), dtype=torch.int32, device=device)")
+        out.line(f"key_tiles = torch.empty(({batch} * (1 + C * 2), {documents.KEY_HEAD} + R * {2 * documents.SLOTS}), dtype=torch.int32, device=device)")
         for kernel, grid in zip(kernels, ("max(R, C)", "R * 2", "C * 2")):
             kernel.call(f"({batch} * {grid},)", out)
         out.line("return row_tiles, key_tiles")
@@ -243,7 +242,7 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     if "sum" in found:
         sum_stored(site, found["sum"], out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
-    tiles = f"triton.cdiv(M, {BLOCK}) * {tiles_of.SLOTS}" if site.documents else f"triton.cdiv(M, {hopper.ROWS})"
+    tiles = f"triton.cdiv(M, {BLOCK}) * {documents.SLOTS}" if site.documents else f"triton.cdiv(M, {hopper.ROWS})"
     found["rows"].call(f"({tiles} * {count(site.axes_of('q'))},)", out)
     return [name if need else "None" for name, need in zip(("grad_q", grad_k, grad_v), site.needs)]
 
