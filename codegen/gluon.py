@@ -50,7 +50,7 @@ def philox(seed, c0, c1, c2, vary):
 
 @gluon.jit
 def key_words(seed, z, j0, COLUMNS: gl.constexpr):
-    """Of Philox's first three rounds what a key and a batch index alone make, for the counters (key, any, z, 0) of the keys from j0
+    """What a key and a batch index alone make of Philox's first three rounds, for the counters (key, any, z, 0) of keys from j0
     on: four words, with the round keys that meet them, as two numbers of 64 bits."""
     c = gl.arange(0, COLUMNS // 8, gl.BlockedLayout([1], [32], [1], [0]))
     c0 = (j0 + c // 4 * 32 + c // 2 % 2 * 4 + c % 2 * 16).to(gl.uint32)
