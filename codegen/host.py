@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from ..expr import Const, Load
-from ..spec import BLOCK, FINE, AttentionSpec
+from ..spec import BLOCK, AttentionSpec
 from . import captured
 from .parts import Site, count, extent
 from .program import local

@@ -14,7 +14,7 @@ from .captured import grouped, is_divided, is_overfull
 from .gpu import EXACT, GPU, units
 from .limits import has_relative, is_heavy, is_uneven, padded
 from .parts import DENSE_IN_PIECES, chunks
-from .reads import ROW, across
+from .reads import ROW
 
 LARGEST = {
     # (matrix units, kernel, head size up to) -> (BLOCK_M, BLOCK_N, num_warps, num_stages) for simple scores, and for heavy ones

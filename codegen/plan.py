@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..expr import conjuncts
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
-from . import calls, candidates, cost
+from . import calls, cost
 from .blocks import pays
 from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
 from .captured import grouped

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from ..captured import ends
 from ..gluon import Partition, WarpSpecialized
 from ..limits import padded
-from ..parts import Site, count, tiles_name
+from ..parts import Site, tiles_name
 from ..program import Program
 from ..reads import across
 from ..writer import Kernel, Writer
