@@ -321,6 +321,17 @@ def test_rest_of_tiles_that_begin_where_documents_do(head, kind, length, dtype, 
     run(s, p, operands=in_runs(s, inputs(s, p), seed=head), listed=True).within_budget()
 
 
+@pytest.mark.parametrize("beside, head, schedule, by_rows, by_keys", [("softcap", 128, "hopper", True, True), ("shared_bias", 64, "hopper", False, False),
+                                                                      ("t5_table", 64, "hopper", True, False), ("alibi", 64, "triton", True, False), ("bias", 80, "hopper", True, False)])
+def test_rest_of_documents_beside_other_gradients(beside, head, schedule, by_rows, by_keys):
+    """Backward goes over tiles that begin with documents unless a captured tensor's gradient belongs to fixed places; then it makes lists for itself."""
+    like = EVERY[beside]
+    s, p = spec(replace(like, given=(*like.given, *EVERY["documents"].given), where=EVERY["documents"].where, empty="zero")), problem("self", head, "bfloat16", M=384, batch=2)
+    forward, backward = (make_plan(s, p, CARD, direction, listed=True) for direction in ("forward", "backward"))
+    assert (forward.documents, backward.schedule, backward.documents) == (by_rows, schedule, by_keys)
+    run(s, p, operands=in_runs(s, inputs(s, p), seed=head), listed=True).within_budget()
+
+
 @pytest.mark.parametrize("visible", ["(j <= i) & (doc[b, i] == doc[b, j])", "doc[b, i] == doc[b, j]", "(i - j < 100) & (doc[b, i] == doc[b, j]) & (doc[b, i] <= doc[b, j])",
                                      "(doc[b, i] == doc[b, j]) & (seg[i] == seg[j]) & (j <= i + 40)", "(doc[b, i] == doc[b, j]) & (seg[i] != 3)"])
 @pytest.mark.parametrize("M, N", [(1, 700), (129, 129), (700, 700), (515, 900), (900, 260)])
