@@ -30,13 +30,9 @@ def wide_product(a, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def philox(seed, c0, c1, c2, vary):
-    """Philox-4x32: four words of 32 random bits for the counter (c0, c1, c2, 0). vary: 0; where the compiler does not know that,
-    it keeps keys in each thread's registers, not in those that a warp shares, from which an xor starts half as often."""
-    k0 = seed.to(gl.uint32) + vary
-    k1 = (seed >> 32).to(gl.uint32) + vary
-    c3 = c2 * 0
-    for _ in gl.static_range({ROUNDS}):
+def philox_rounds(c0, c1, c2, c3, k0, k1, COUNT: gl.constexpr):
+    """A counter after COUNT rounds, of which (k0, k1) are the first's keys."""
+    for _ in gl.static_range(COUNT):
         a, high_a = wide_product(c0, 0xD2511F53)
         b, high_b = wide_product(c2, 0xCD9E8D57)
         c0 = high_b ^ c1 ^ k0
@@ -46,6 +42,13 @@ def philox(seed, c0, c1, c2, vary):
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0, c1, c2, c3
+
+
+@gluon.jit
+def philox(seed, c0, c1, c2, vary):
+    """Philox-4x32: four words of 32 random bits for the counter (c0, c1, c2, 0). vary: 0; where the compiler does not know that,
+    it keeps keys in each thread's registers, not in those that a warp shares, from which an xor starts half as often."""
+    return philox_rounds(c0, c1, c2, c2 * 0, seed.to(gl.uint32) + vary, (seed >> 32).to(gl.uint32) + vary, {ROUNDS})
 
 
 @gluon.jit
@@ -75,18 +78,7 @@ def philox_by_words(seed, words, c1, c2, vary):
     c0 = high ^ (a >> 32).to(gl.uint32)
     c2 = b.to(gl.uint32) ^ low
     c3 = (b >> 32).to(gl.uint32)
-    k0 = k0 + 0xDAA66D2B
-    k1 = k1 + 0x32370B8F
-    for _ in gl.static_range({ROUNDS - 3}):
-        a, high_a = wide_product(c0, 0xD2511F53)
-        b, high_b = wide_product(c2, 0xCD9E8D57)
-        c0 = high_b ^ c1 ^ k0
-        c2 = high_a ^ c3 ^ k1
-        c1 = b
-        c3 = a
-        k0 = k0 + 0x9E3779B9
-        k1 = k1 + 0xBB67AE85
-    return c0, c1, c2, c3
+    return philox_rounds(c0, c1, c2, c3, k0 + 0xDAA66D2B, k1 + 0x32370B8F, {ROUNDS - 3})
 
 
 @gluon.constexpr_function

@@ -325,9 +325,8 @@ class _Asked:
         m, n, _, stages = best.tiles
         ordered = kernel == "keys" and deterministic()  # whose turn it is lies in shared memory too
         turns = kernel == "keys" and OVERRIDE.get("turns", not ordered and self.takes_turns(m, n)) and grouped(spec)
-        documents = hopper_locate.takes_row_tiles(spec, self.tiled, max(problem.D, problem.Dv), self.listed)
-        if kernel == "keys":
-            documents = hopper_locate.takes_key_tiles(spec, documents, bool(self.stored))
+        where = spec, self.tiled, max(problem.D, problem.Dv), self.listed
+        documents = hopper_locate.takes_row_tiles(*where) if kernel == "forward" else hopper_locate.takes_key_tiles(*where, bool(self.stored))
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored), turns)
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,

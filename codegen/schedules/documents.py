@@ -124,9 +124,13 @@ def key_line(out: Writer, name: str, number: str, z: str = "z") -> None:
     out.assign(name, f"KeyTiles + (tl.cast({z}, tl.int64) * (1 + tl.cdiv(N, {BLOCK}) * 2) + {number}) * ({KEY_HEAD} + tl.cdiv(M, {BLOCK}) * {2 * SLOTS})")
 
 
-def locate(out: Writer, cuts: str, size: str) -> None:
-    """Assign count, the batch index's number of tiles, first and last, the ends of tile t, both `size` if there is no such tile, and cuts_before, how many cuts there
-    are up to its first row (or key)."""
+def locate(mask: AttentionSpec, out: Writer, cuts: str, size: str) -> None:
+    """Of a program for each tile that there may be of `size` rows or keys: assign t, its number, and z, its batch index, with the axes; count, how many there are of that,
+    first and last, the tile's ends, both `size` if it is none of them, and cuts_before, how many cuts there are up to its first row (or key)."""
+    out.assign("windows", f"tl.cdiv({size}, BLOCK)")
+    out.assign("t", "tl.program_id(0) % (2 * windows)")
+    out.assign("z", "tl.program_id(0) // (2 * windows)")
+    decode(out, mask.axes, "z")
     out.assign("window", "tl.arange(0, WINDOWS)")
     out.assign("cut", f"tl.load({cuts} + z * windows + window, mask=window < windows, other=-1)")
     out.assign("earlier", f"tl.load({cuts} + z * windows + window - 1, mask=(window > 0) & (window < windows), other=-1)")

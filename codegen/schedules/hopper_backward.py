@@ -27,7 +27,7 @@ from .hopper_keys import has_single_do, is_wide, read_late, reserve_numbers, slo
 from .relative import ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads
-from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_whole, view_rows
+from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_gradients, view_rows
 from .hopper_wide import accumulate_wide
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
@@ -177,7 +177,7 @@ def _store_through_dq(site: Site, out: Writer) -> None:
             out.line("barrier()")
             for _, operand, tiles, c, _ in found:
                 out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, 'j0', c)}, {name}_tile{c.suffix})")
-    store_whole(site, out, "j0", "BLOCK_N", by_tma)
+    store_gradients(site, out, "j0", "BLOCK_N", by_tma)
 
 
 def in_registers(site: Site) -> str:
@@ -207,7 +207,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
         out.assign("own", "kv * 2 + PART")
         out.assign("key0", f"j0 + PART * {HALF}")
         out.assign("j", f"key0 + gl.arange(0, {HALF}, keywise)")
-        last_of_tile(site, out, "i", "key0", HALF)
+        last_of_tile(site, out, "i", f"tl.minimum(key0 + {HALF}, {'key_end' if site.documents else 'N'})")
         program = Program(spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
         keys_from_rings(site, program)
         body = Body(site, program, transposed=True)
@@ -246,7 +246,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
             store_ends(site, out, "tile * 2 + PART")
         slot_of_last(site, out)
         out.line("mbarrier.wait(ds_empty.index(slot), phase)", "dQ has read the keys: their place takes the gradients")
-        store_whole(site, out, f"j0 + PART * {HALF}", HALF, lambda: keep(site, out, "own + (nth >> 31)", HALF))
+        store_gradients(site, out, f"j0 + PART * {HALF}", HALF, lambda: keep(site, out, "own + (nth >> 31)", HALF))
         out.line("mbarrier.arrive(kv_done.index(kv), count=1)")
     return consumer
 

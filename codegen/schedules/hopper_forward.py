@@ -200,7 +200,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.line(own)
         rows = f"gl.arange(0, {ROWS}, rowwise)"
         out.assign("i", f"i0 + {f'late({rows}, z)' if site.Dv > 192 else rows}")  # else a thread's rows would be worked out in front of all partitions
-        last_of_tile(site, out, "j", "i0", ROWS)
+        last_of_tile(site, out, "j", f"tl.minimum(i0 + {ROWS}, M)")
         if not is_uneven(site):
             out.assign("q_slot", _q_slot(site))
         before = out.section()

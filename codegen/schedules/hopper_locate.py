@@ -54,10 +54,9 @@ def takes_row_tiles(spec: AttentionSpec, tiled: Sequence[str], head: int, listed
     return listed and takes(spec) and not by_host(spec, tiled, head)
 
 
-def takes_key_tiles(spec: AttentionSpec, rows: bool, stored: bool) -> bool:
-    """And tiles of keys of the Hopper backward, if those of rows do? stored: it stores a captured tensor's gradient as it goes, and that, like sums beyond a table's
-    ends, has fixed places."""
-    return rows and not stored and not any(map(ends, spec.score.loads))
+def takes_key_tiles(spec: AttentionSpec, tiled: Sequence[str], head: int, listed: bool, stored: bool = False) -> bool:
+    """And tiles of keys of the Hopper backward? stored: it stores a captured tensor's gradient as it goes, and that, like sums beyond a table's ends, has fixed places."""
+    return takes_row_tiles(spec, tiled, head, listed) and not stored and not any(map(ends, spec.score.loads))
 
 
 def by_row_tiles(site: Site) -> bool:

@@ -122,7 +122,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 3 - single)
     found += [(BARRIER, 16)] * (2 * single)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
-    documents = takes_key_tiles(spec, takes_row_tiles(spec, tiled, max(problem.D, problem.Dv), listed), stored)
+    documents = takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed, stored)
     before = not split and spec.dropout > 0  # as `hopper_keys` says
     by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents
     told = keys * by_key, 2 * stages * (1 + bool(others) + len(others) + documents)
@@ -148,8 +148,7 @@ def _has_single_do(problem: Problem) -> bool:
 def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:
     """As `hopper_keys.is_apart`."""
     pieces = len(_pieces(problem.D)) + len(_pieces(problem.Dv))
-    documents = takes_key_tiles(spec, takes_row_tiles(spec, tiled, max(problem.D, problem.Dv), listed), False)  # of a captured tensor whose gradient is stored, tiles are read
-    beside = tiled or spec.dropout or documents if listed or spec.visible.loads else _at(spec, "j")
+    beside = tiled or spec.dropout or takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed) if listed or spec.visible.loads else _at(spec, "j")
     return not _is_split(problem) and (pieces > 2 or _is_wide(problem) or bool(beside))
 
 

@@ -1,7 +1,6 @@
 """Of the Hopper backward: the weights of a tile from its products, and the gradient of its scores."""
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 
 from ...expr import QK, Call, Const, Expr, Load, walk
@@ -18,7 +17,7 @@ from .hopper_captured import doubles, is_signed, left_out, tile_loads
 from .hopper import compares
 from .hopper_keys import is_full, is_split, is_tight, is_wide, number, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
-from .hopper_vectors import cut, groups
+from .hopper_vectors import cut, groups, last_of_tile
 from .relative import add_ends, beyond_ends
 
 
@@ -96,14 +95,13 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
                 out.assign(value, found)
                 return
             if closed and others and not site.averages:
-                edges = cut(site, program, "i", True)
-                if end != "N" and not is_split(site):
-                    edges = re.sub(r"\bj1\b", f"({end} - 1)", edges)
+                if site.documents and not is_split(site):
+                    last_of_tile(site, out, "i", end)
                 read = any({"i", "j"} <= load.variables for c in others for load in c.loads)  # a tile of the mask: to be used up before it waits for a branch
                 hide_others = lambda: out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
                 if read:
                     hide_others()
-                with program.branch(), out.block(f"if {' | '.join([*(['(is_short != 0)' if site.documents else '(j0 + BLOCK_N > N)'] if beyond else []), edges])}:"):
+                with program.branch(), out.block(f"if {' | '.join([*(['(is_short != 0)' if site.documents else '(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
                     by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, end if beyond else "") if read and not is_wide(site) else ""
                     out.assign(value, by_bits or f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
                 if not read:

@@ -97,7 +97,7 @@ def copy_out(site: Site, out: Writer, first: str, index: str) -> None:
         out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
 
 
-def store_whole(site: Site, out: Writer, first: str, rows: str | int, by_tma: Callable[[], None]) -> None:
+def store_gradients(site: Site, out: Writer, first: str, rows: str | int, by_tma: Callable[[], None]) -> None:
     """dV and dK of `rows` keys from `first` on leave by TMA, but of a tile that ends sooner, where a document does, from registers: the keys behind are another's."""
     if not site.documents:
         return by_tma()
@@ -121,7 +121,7 @@ def store_in_place(site: Site, out: Writer) -> None:
         out.line("barrier()")
         copy_out(site, out, "j0", "kv")
         out.line("tma.store_wait(0)")
-    store_whole(site, out, "j0", "BLOCK_N", by_tma)
+    store_gradients(site, out, "j0", "BLOCK_N", by_tma)
     out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
 
 
@@ -139,7 +139,8 @@ def start_tile(site: Site, out: Writer, others) -> Body:
     """Begin a tile of keys: accumulators, where the keys are, and the program of its steps."""
     out.assign("key0", "j0")
     out.assign("j", "key0 + gl.arange(0, BLOCK_N, keywise)")
-    last_of_tile(site, out, "i", "key0", "BLOCK_N")
+    if not site.documents:  # else `weights` does, where it needs it
+        last_of_tile(site, out, "i", "tl.minimum(key0 + BLOCK_N, N)")
     program = Program(site.spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
     keys_from_rings(site, program)
     for c in site.qk_chunks:

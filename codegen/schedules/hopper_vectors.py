@@ -84,11 +84,11 @@ def groups(spec: AttentionSpec, index: str) -> tuple[list[Expr], list[Expr]]:
     return closed, [c for c in conjuncts(spec.visible) if c not in closed]
 
 
-def last_of_tile(site: Site, out: Writer, index: str, first: str, size: str | int) -> None:
-    """Assign i1 or j1, the tile's last row or key, if `cut` needs it."""
-    name, length = ("i1", "M") if index == "j" else ("j1", "N")
+def last_of_tile(site: Site, out: Writer, index: str, end: str) -> None:
+    """Assign i1 or j1, the tile's last row or key, if `cut` needs it. end: what is behind it."""
+    name = "i1" if index == "j" else "j1"
     if all(groups(site.spec, index)) and any(Var(name) in e.leaves for f in _closed(site.spec, index) for e in (f.full_lo, f.full_hi)):
-        out.assign(name, f"tl.minimum({first} + {size}, {'key_end' if index == 'i' and site.documents else length}) - 1")
+        out.assign(name, f"{end} - 1")
 
 
 def _closed(spec: AttentionSpec, index: str) -> list[Bounds]:

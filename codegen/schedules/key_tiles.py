@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from ...spec import AttentionSpec
-from ..parts import decode
 from ..program import Program
 from ..ranges import bounds
 from ..writer import Kernel
@@ -15,11 +14,7 @@ def keys_kernel(mask: AttentionSpec) -> Kernel:
     kernel = Kernel("attention_key_tiles", "One program: one tile of keys, and the tiles of FINE rows that see some.", arguments(mask, RESULTS),
                     ("BLOCK", "WIDTH", "WINDOWS"), options("C", WIDTH=8 * WIDTH))
     out, number = kernel.body, 2 * len(pairs(mask))
-    out.assign("windows", "tl.cdiv(N, BLOCK)")
-    out.assign("t", "tl.program_id(0) % (2 * windows)")
-    out.assign("z", "tl.program_id(0) // (2 * windows)")
-    decode(out, mask.axes, "z")
-    locate(out, "KeyCuts", "N")
+    locate(mask, out, "KeyCuts", "N")
     with out.block("if t == 0:"):
         out.line("tl.atomic_max(KeyTiles, count)")
     out.assign("j0", "first")

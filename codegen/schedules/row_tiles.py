@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from ...spec import FINE, AttentionSpec
-from ..parts import decode
 from ..program import Program
 from ..ranges import bounds
 from ..writer import Kernel, Writer
@@ -16,11 +15,7 @@ def tiles_kernel(mask: AttentionSpec) -> Kernel:
     kernel = Kernel("attention_row_tiles", "One program: one tile of rows, and the blocks of BLOCK keys that they see.", arguments(mask, RESULTS),
                     ("BLOCK", "FINE", "GROUP", "WIDTH", "WINDOWS"), options("R", FINE=FINE, GROUP=GROUP, WIDTH=WIDTH))
     out, number = kernel.body, 2 * len(pairs(mask))
-    out.assign("windows", "tl.cdiv(M, BLOCK)")
-    out.assign("t", "tl.program_id(0) % (2 * windows)")
-    out.assign("z", "tl.program_id(0) // (2 * windows)")
-    decode(out, mask.axes, "z")
-    locate(out, "Cuts", "M")
+    locate(mask, out, "Cuts", "M")
     with out.block("if t == 0:"):
         out.line("tl.atomic_max(RowTiles, count)")
         out.line("tl.atomic_max(KeyTiles + 1, tl.sum(begins, 0))")
