@@ -159,11 +159,10 @@ def _summary(spec, problem, device, card=None) -> str:
     from .codegen.blocks import pays
     from .codegen.gpu import current
     from .codegen.plan import PlanError, make_plan
-    from .codegen.schedules.documents import takes
     if not pays(spec, problem):
         return ""
     try:
-        documents = device.type == "cuda" and takes(spec) and make_plan(spec, problem, card or current(device), "forward", listed=True).documents
+        documents = device.type == "cuda" and make_plan(spec, problem, card or current(device), "forward", listed=True).documents
     except PlanError:
         documents = False
     return "document_tiles" if documents else "block_lists"

@@ -22,10 +22,10 @@ from .relative import add_ends, beyond_ends
 
 
 def fills_registers(site: Site) -> bool:
-    """Does the score need a tile of registers beside the accumulators of a large head: elements read across rows and keys, or its derivative? Or does much else: an order,
-    tiles that begin with documents beside queries that share keys."""
-    much = site.ordered or site.documents
-    return not (is_split(site) or is_wide(site)) and (much or bool(across(site.spec, False)) or has_slopes(site))
+    """Does the score need a tile of registers beside the accumulators of a large head, for elements read across rows and keys or for its derivative? Or do an order, or
+    tiles that begin with documents, need some?"""
+    beside = site.ordered or site.documents
+    return not (is_split(site) or is_wide(site)) and (beside or bool(across(site.spec, False)) or has_slopes(site))
 
 
 def unknown_zero(site: Site, number: str) -> str:

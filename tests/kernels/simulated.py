@@ -336,7 +336,7 @@ def test_rest_of_documents_beside_other_gradients(beside, head, schedule, by_row
                                      "(doc[b, i] == doc[b, j]) & (seg[i] == seg[j]) & (j <= i + 40)", "(doc[b, i] == doc[b, j]) & (seg[i] != 3)"])
 @pytest.mark.parametrize("M, N", [(1, 700), (129, 129), (700, 700), (515, 900), (900, 260)])
 def test_rest_of_what_documents_leave(visible, M, N):
-    """Tiles of rows follow each other, BLOCK rows at most; what they and the lists by keys name holds all that is visible, and no more where it says in full."""
+    """Tiles of rows follow each other, BLOCK rows at most; so do tiles of keys. What each names holds all that is visible, and no more where it says in full."""
     given = "given doc: int[2]" + "; given seg: int[1]" * ("seg" in visible)
     s = AttentionSpec.parse(f"attention[b, i, j]; {given}; qk = q[b, i] . k[b, j]; score = qk; where {visible}; empty zero; out = softmax_j(score) . v[b, j]")
     mask = s.mask()
