@@ -251,13 +251,40 @@ def apart(values, one):
     return gl.max((values != one).to(gl.int32) + high.to(gl.int32), 0)'''
 
 
+TOLD = '''@gluon.jit
+def tell(numbers, place, number):
+    """Leaves a number in shared memory, for other warps."""
+    numbers.index(place).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def number_at(numbers, place, WARPS: gl.constexpr):
+    """What a warp has left there, at least 0, for all threads of some warps."""
+    return gl.max(numbers.index(place).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)'''
+
+
+PLACE = '''@gluon.jit
+def place_in(at, PLACES: gl.constexpr):
+    """Place of a step in a ring. Without sign: of the remainder of a signed count the compiler keeps multiples in registers."""
+    return (at.to(gl.uint32) % PLACES).to(gl.int32)
+
+
+@gluon.jit
+def phase_in(at, PLACES: gl.constexpr):
+    """Of its barriers there."""
+    return (at.to(gl.uint32) // PLACES & 1).to(gl.int32)'''
+
+
+CALLED = {"random_bits": KEEP_TILE, "apart": APART, "marked_by_keep": MARK, "late": LATE, "threads_of": RUNNING, "within": WITHIN, "await_turn": TURNS,
+          "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE}
+"""A function that generated text calls -> what defines it and others beside it."""
+
+
 def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
-    return [*found, *([KEEP_TILE] if "random_bits(" in text else []), *([APART] if "apart(" in text else []),
-            *([MARK] if "marked_by_keep(" in text else []), *([LATE] if "late(" in text else []), *([RUNNING] if "threads_of(" in text else []),
-            *([WITHIN] if "within(" in text else []), *([TURNS] if "await_turn(" in text else []), *([TICKETS] if "take_ticket(" in text else [])]
+    return found + [definition for name, definition in CALLED.items() if f"{name}(" in text]
 
 
 def words_of(text: str) -> set[str]:

@@ -19,13 +19,13 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     words_ring_0 words_ring_1 words_tile_0 words_tile_1 key_words words_layout random_bits KeyTiles KeyCuts SlotEnds key_end sum0 is_hidden half head cuts_before key_place
     triton torch dense diagonal diagonals all_rows differences value slots end_slot place turned line lines total inside difference length chunks p0 g0 sums beyond upper lower there span shares raw_0 raw_1 place_0 place_1 hidden mean Q K V Out Lse Lse2 Delta Seed dO dQ dK dV gl gluon tma mbarrier barrier
     reduce_add step steps count slot phase full_slot previous scores values rowwise keywise zeros ready turn scale
-    row_scale slope first last work turns number own q_slot ticket Taken lane all groups group size
+    row_scale slope first last work turns number own q_slot ticket Taken all groups group size
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
     delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full rows_empty after freeing freeing_phase key0 sum_tile Sum Taken blocks partial_tiles average words kept kept_half positive next_qk next_acc next_dp
     next_dv next_dk next_dq
     Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
     weight parts_of packed_row kv kv_empty next_count start_ring before group together tile taken lanes lane is_partial is_first is_last told nth
-    end work padded keys_told rows_told locate_keys dk_tile dv_tile is_cut apart
+    end work padded tell number_at place_in phase_in keys_told rows_told locate_keys dk_tile dv_tile is_cut apart
     lists list_length told_ring place column threads threads_of own_max own_sum across weigh_text weigh_operands weigh_kinds first_of of_threads weighed total raised grown rescaled rescale_text rescale_operands within within_text within_operands is_row_by_row await_turn pass_turn named_barrier barrier_text exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 

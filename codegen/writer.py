@@ -77,7 +77,7 @@ def folded(text: str) -> list[str]:
                 opened.append(n)
             elif c in ")]}" and opened:
                 opened.pop()
-            elif c == " " and opened and text[n - 1] in ",+&|*-" and text[n - 2: n] != "=-":
+            elif c == " " and opened and text[n - 1] in ",+&|*-<>=" and text[n - 2: n] not in ("=-", ":,"):
                 if best is None or len(opened) <= best[0]:
                     best = (len(opened), n, opened[-1] + 1)
         if best is None:

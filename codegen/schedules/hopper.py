@@ -24,6 +24,13 @@ WIDEST = 256
 """Largest head size: the accumulators of a warpgroup are held in registers."""
 
 
+def place_of(place: str, names: list[str], name: str) -> str:
+    """Of one of several numbers that lie side by side in a ring, at `place` of it."""
+    if len(names) == 1:
+        return place
+    return f"{place} * {len(names)}" + (f" + {names.index(name)}" if name != names[0] else "")
+
+
 def refusal(spec: AttentionSpec, problem: Problem, direction: str, describable: bool, listed: bool, needs: tuple[bool, ...] = (),
             deterministic: bool = False) -> str | None:
     """Why the Hopper schedule of "forward" or "backward" does not take this, or None. What is refused runs in the portable schedule.

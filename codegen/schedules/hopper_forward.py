@@ -20,7 +20,7 @@ from .hopper_locate import by_row_tiles, descends, is_by_host, is_told, is_uneve
 from .hopper_output import finish, reads_again, staged
 from .hopper_softmax import awaits_values, by_threads, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weights
 from .hopper_turns import begin_turn, end_turn, in_turn
-from .hopper_vectors import PLACES, SCALAR, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, vectors
+from .hopper_vectors import PLACES, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, store, vectors
 from .hopper import ROWS, barriers, block_shape, read_by_tma, reserve, tile_view, tiles_name, tma_arguments
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -83,8 +83,6 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
     producer = Partition("load_tiles", "One warp: copies query tiles, and K and V tile by tile, as places in their rings become free.")
     out, uneven = producer.body, is_uneven(site)
     width = sum(c.width for c in site.qk_chunks)
-    if uneven:
-        out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
     out.assign("number", "tl.program_id(0)")
     if uneven and not is_by_host(site):
         out.assign("last", " * ".join([tiles_of_rows(site), *(f"late({extent(a)}, number)" for a in site.spec.axes)]) + " - 1")
@@ -96,9 +94,9 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
         out.line(f"mbarrier.wait(q_empty.index(q_slot), {_q_phase(site)} ^ 1)")
         if uneven:
             for name, value in beside.items():
-                out.line(f"{name}.index(q_slot).store({value})")
+                store(out, name, "q_slot", value)
             for name, value in numbers.items():
-                out.line(f"{told_at(site, returns, name)}.store(gl.full([1], {value}, gl.int32, lane))")
+                out.line(f"tell({told_at(site, returns, name)}, {value})")
             out.line("mbarrier.arrive(q_full.index(q_slot), count=1)")
 
     with out.block("while number <= last:"):
@@ -127,7 +125,7 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
                     read_tiles(site, out, "k_full", site.warpgroups, rows=ROWS)
                 if letter == "k" and beside:
                     for name, value in beside.items():
-                        out.line(f"{name}.index(tile % {PLACES}).store({value})")
+                        store(out, name, f"tile % {PLACES}", value)
                     out.line("mbarrier.arrive(k_full.index(slot), count=1)")
             out.assign("tile", "tile + 1")
         out.assign("number", "tl.num_programs(0) + number_on(ticket)" if uneven else "number + tl.num_programs(0)")
@@ -175,7 +173,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
 
     def read_told(*names: str) -> None:
         for name in names:
-            out.assign(name, f"gl.max({told_at(site, returns, name)}.load({SCALAR}), 0)")
+            out.assign(name, f"number_at({told_at(site, returns, name)}, 4)")
 
     def arrived() -> None:
         out.line(f"mbarrier.wait(q_full.index(q_slot), {_q_phase(site)})")

@@ -19,6 +19,7 @@ from ..program import Program, local, pointer
 from ..reads import across
 from ..writer import Writer
 from .common import PADDING, has_slopes
+from .hopper import place_of
 from .hopper_lists import list_arguments
 from .hopper_captured import assign_batch, shares, tile_loads
 
@@ -174,20 +175,20 @@ def rows_told(site: Site) -> list[str]:
 
 
 def _told_at(site: Site, name: str) -> str:
-    """Where one of them lies in shared memory, for the warp that tells it and for those that read it."""
-    place = "step" if frees_late(site) else "(at.to(tl.uint32) % (2 * STAGES)).to(tl.int32)"
+    """Where one of them lies in shared memory, for the warp that tells it and for those that read it: a ring, and a place there."""
+    place = "step" if frees_late(site) else "place_in(at, 2 * STAGES)"
     array, place, names = ("keys_told", "kv", _keys_told(site)) if name in _keys_told(site) else ("rows_told", place, rows_told(site))
-    return f"{array}.index({place} * {len(names)} + {names.index(name)})"
+    return f"{array}, {place_of(place, names, name)}"
 
 
 def number(site: Site, name: str, warps: int) -> str:
     """One of them, as the other warps read it."""
-    return f"gl.max({_told_at(site, name)}.load(gl.BlockedLayout([1], [32], [{warps}], [0])), 0)"
+    return f"number_at({_told_at(site, name)}, {warps})"
 
 
 def tell(site: Site, out: Writer, names: list[str]) -> None:
     for name in names:
-        out.line(f"{_told_at(site, name)}.store(gl.full([1], {name}, gl.int32, lane))")
+        out.line(f"tell({_told_at(site, name)}, {name})")
 
 
 def _place(site: Site, nth: str) -> tuple[str, str]:
@@ -292,8 +293,8 @@ def slot_of(site: Site, out: Writer, step: str = "step") -> None:
         out.assign("slot", slot)
         out.assign("phase", phase)
     else:
-        out.assign("slot", "(at.to(tl.uint32) % STAGES).to(tl.int32)", "unsigned: the compiler would keep multiples of a signed count in registers")
-        out.assign("phase", "(at.to(tl.uint32) // STAGES & 1).to(tl.int32)")
+        out.assign("slot", "place_in(at, STAGES)")
+        out.assign("phase", "phase_in(at, STAGES)")
 
 
 def slot_of_last(site: Site, out: Writer) -> None:

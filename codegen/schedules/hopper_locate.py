@@ -11,7 +11,7 @@ from ..parts import Site, chunks, count, decode
 from ..program import Program, local
 from ..ranges import Bounds, bounds, linear
 from .forward import heavy_last
-from .hopper import ROWS, is_crowded, is_laden, segments, takes_three
+from .hopper import ROWS, is_crowded, is_laden, place_of, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
 from .documents import takes
 
@@ -135,9 +135,9 @@ def told_of(site: Site, returns: list[str]) -> list[str]:
 
 
 def told_at(site: Site, returns: list[str], name: str) -> str:
-    """Where one of them lies in shared memory."""
+    """Where one of them lies in shared memory: a ring, and a place there."""
     names = told_of(site, returns)
-    return f"told_ring.index(q_slot * {len(names)} + {names.index(name)})"
+    return f"told_ring, {place_of('q_slot', names, name)}"
 
 
 def narrows(site: Site) -> bool:

@@ -98,7 +98,6 @@ def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
 @contextmanager
 def each_tile_ahead(site: Site, out: Writer, call: str, others):
     """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
-    out.line("lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])")
     out.assign("number", "number_on(take_ticket(Taken, -1))" if site.ordered else "tl.program_id(0)")
     out.assign("nth", "0")
     out.assign("before", "0", "counts steps over all tiles of keys")

@@ -19,7 +19,6 @@ from .hopper_locate import by_row_tiles
 
 MOST = 6
 """Vectors that get a ring, 8 bytes an element at most; warpgroups load the others themselves."""
-SCALAR = "gl.BlockedLayout([1], [32], [4], [0])"
 PLACES = "(STAGES + 1)"
 """Of a ring beside the keys: a warpgroup still looks at its place when it has left that of the keys, but not when it leaves those of the next tile."""
 
@@ -46,6 +45,8 @@ def by_hand(site: Site) -> bool:
 
 
 WORDS = "words_ring_0", "words_ring_1"
+NUMBERS = "next_count", "next_partial", "start_ring", "cut_ring"
+"""Rings of one number each, the others of vectors."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,7 +136,7 @@ def _values(site: Site, program: Program, index: str) -> dict[str, str]:
 
 def read_rows(site: Site, out: Writer) -> tuple[dict[str, str], Program]:
     """Ring -> value, of what belongs to a tile of rows; and the program that reads what belongs to its tiles of keys."""
-    found = {"next_count": "gl.full([1], count, gl.int32, lane)", "next_partial": "gl.full([1], partial_tiles, gl.int32, lane)"} if site.listed else {}
+    found = {"next_count": "count", "next_partial": "partial_tiles"} if site.listed else {}
     if vectors(site.spec, "i"):
         rows = "i0 + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))"
         out.assign("i", f"tl.minimum({rows}, row_end - 1)" if by_row_tiles(site) else rows)  # those of another tile would count as cut by the mask
@@ -157,7 +158,7 @@ def read_keys(site: Site, program: Program, out: Writer) -> dict[str, str]:
     if vectors(site.spec, "j"):
         out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
     program.enter(out, vectors(site.spec, "j"), "j" if site.whole else "")
-    found = ({"start_ring": "gl.full([1], j0, gl.int32, lane)"} if site.listed else {}) | _values(site, program, "j")
+    found = ({"start_ring": "j0"} if site.listed else {}) | _values(site, program, "j")
     told = ""
     for n, (op, _, key) in enumerate(compared(site.spec)):
         value = program.value(key)
@@ -171,7 +172,12 @@ def read_keys(site: Site, program: Program, out: Writer) -> dict[str, str]:
     if shares_words(site.spec, max(site.D, site.Dv)):
         out.assign(", ".join(WORDS).replace("ring", "tile"), "key_words(seed, z, j0, BLOCK_N)")
         found |= {name: name.replace("ring", "tile") for name in WORDS}
-    return found | ({"cut_ring": f"gl.full([1], {told}, gl.int32, lane)"} if told else {})
+    return found | ({"cut_ring": told} if told else {})
+
+
+def store(out: Writer, ring: str, place: str, value: str) -> None:
+    """Into a ring what `read_rows` or `read_keys` found."""
+    out.line(f"tell({ring}, {place}, {value})" if ring in NUMBERS else f"{ring}.index({place}).store({value})")
 
 
 # ------------------------------------------------------------------------------------------------------ the warpgroups
@@ -184,7 +190,7 @@ def rows_from_rings(site: Site, program: Program, out: Writer, rows: int) -> Non
     """Behind the barrier of the query rows: assign the list's numbers, and let the program read row vectors, `rows` of them a warpgroup."""
     if site.listed:
         for name, ring in (("count", "next_count"), ("partial_tiles", "next_partial")):
-            out.assign(name, f"gl.max({ring}.index(q_slot).load({SCALAR}), 0)")
+            out.assign(name, f"number_at({ring}, q_slot, 4)")
     for n, load in enumerate(vectors(site.spec, "i")):
         name = out.assign(f"row_vector_{n}", f"{_ring(site, load)}.index(q_slot).slice(WARPGROUP * {rows}, {rows}).load(rowwise)")
         program.outer.names[load] = _text(name, load)
@@ -195,8 +201,8 @@ def keys_from_rings(site: Site, program: Program, out: Writer) -> None:
     if by_hand(site):
         out.assign("place", f"tile % {PLACES}")
     if site.listed:
-        out.assign("j0", f"gl.max(start_ring.index(place).load({SCALAR}), 0)")
+        out.assign("j0", "number_at(start_ring, place, 4)")
     if compared(site.spec):
-        out.assign("is_cut", f"gl.max(cut_ring.index(place).load({SCALAR}), 0)")
+        out.assign("is_cut", "number_at(cut_ring, place, 4)")
     for load in vectors(site.spec, "j"):
         program.body.names[load] = _text(f"{_ring(site, load)}.index(place).load(keywise)", load)

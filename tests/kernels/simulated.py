@@ -233,11 +233,11 @@ BROKEN = {  # a line of the kernels at head size 64, how it is broken, and which
     r"mbarrier\.arrive\(kv_done\.index\(kv\), count=1\)$": "pass",
     r"tma\.store_wait\(0\)  # dV and dK have left$": "pass",
     r"mbarrier\.wait\(ds_empty\.index\(slot\), phase\)  # dQ has read the keys.*$": "pass",
-    r"keys_told\.index\(kv \* 6 \+ 0\)\.store\(": "keys_told.index(kv).store(",
-    r"told_ring\.index\(q_slot \* 6 \+ 3\)\.store\(": "told_ring.index(3).store(",
-    r"told_ring\.index\(q_slot \* 6 \+ 0\)\.store\(gl\.full\(\[1\], -1, .*$": "pass",
+    r"tell\(keys_told, kv \* 6, ": "tell(keys_told, kv, ",
+    r"tell\(told_ring, q_slot \* 6 \+ 3, ": "tell(told_ring, 3, ",
+    r"tell\(told_ring, q_slot \* 6, -1\)$": "pass",
     r"ds_tile\.index\(slot \* 2 \+ PART\)\.store\(ds\)\n +fence_async_shared\(\)$": "ds_tile.index(slot * 2 + PART).store(ds)",
-    r"(.*)rows_told\.index\(step \* 1 \+ 0\)(.*)$": r"\2rows_told.index(slot * 1 + 0)\3",
+    r"(.*)rows_told, step, (.*)$": r"\2rows_told, slot, \3",
     r"mbarrier\.wait\(ds_full\.index\(freeing\), freeing_phase \^ 1\)$": "pass",
 }
 
