@@ -153,7 +153,7 @@ def normalised_again(vg: ValueGraph, v: Value) -> bool:
         kept.append(hidden.condition)
     if not kept or soft is not None and soft.dim != dim or not top.grad == v.grad or top.name == "_safe_softmax.default":
         return False
-    scores = unshifted(top.args[0], dim) if soft is None else soft.scores
+    scores = unshifted(top.args[0], dim, own=True) if soft is None else soft.scores
     for condition in kept:
         scores = make(aten.where.ScalarOther, condition, scores, -float("inf"))
     out = make(aten._softmax.default, scores, dim, False)

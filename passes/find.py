@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Iterator
 
 import torch
 
@@ -39,10 +40,29 @@ def _in_the_way(v: Value) -> bool:
     return v.name in REORDERED or v.op is not None and torch.Tag.pointwise in getattr(v.op, "tags", ())
 
 
-def has_product_above(v: Value) -> bool:
+def _products_above(v: Value) -> Iterator[Value]:
     def through(x: Value) -> list[Value]:
         return x.inputs if carries(x) or _in_the_way(x) or softmax_of(x) is not None else []
-    return any(x.name in PRODUCTS for x in upstream(v, through))
+    return (x for x in upstream(v, through) if x.name in PRODUCTS)
+
+
+def has_product_above(v: Value) -> bool:
+    return next(_products_above(v), None) is not None
+
+
+def is_of_layers(site: Site) -> bool:
+    """Are both products those of layers with their parameters, and the softmax a gate or a router between them? Where it can be fused it may be: it is
+    attention over what a model has learned. Where it cannot, nobody asked for it."""
+    if site.weights is None:
+        return False
+    values = site.out.args[PRODUCTS[site.out.name][1 - site.side]]
+    return _is_parameter(values) and all(any(_is_parameter(x.args[p]) for p in PRODUCTS[x.name]) for x in _products_above(softmax_of(site.weights).scores))
+
+
+def _is_parameter(v: Value) -> bool:
+    while v.name in VIEWS or v.name in CASTS:
+        v = v.args[0]
+    return v.op is None and v.owner is not None and isinstance(v.owner.meta.get("example_value"), torch.nn.Parameter)
 
 
 def _products_below(vg: ValueGraph, v: Value) -> list[tuple[Value, int]]:

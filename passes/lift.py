@@ -236,14 +236,16 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]) ->
 
 # ---------------------------------------------------------------------------------------------------- common part
 
-def _compared_with_its_own(score: Expr, puller: Puller) -> bool:
-    """Is a score compared with what was made of the scores, their largest, say? Computed anew, it differs from itself by rounding."""
+def _compared_with_its_own(score: Expr, puller: Puller) -> Value | None:
+    """What a score is compared with that is made of the scores, their largest, say. Computed anew, it differs from itself by rounding."""
     product = puller.product.value
     if product is None:
-        return False
+        return None
+    first = max((x.number for x in product.inputs), default=0)
+    later = lambda v: [x for x in v.inputs if x.number > first]
     twins = lambda v: v is product or v.name == product.name and v.inputs == product.inputs
-    return any(isinstance(x, Call) and x.op in COMPARISONS and QK in x.leaves and any(map(twins, upstream(puller.loads[load.name])))
-               for x in walk(score) for load in (x.loads if isinstance(x, Call) else ()))
+    compared = (load for x in walk(score) if isinstance(x, Call) and x.op in COMPARISONS and QK in x.leaves for load in x.loads)
+    return next((v for v in (puller.loads[load.name] for load in compared) if any(map(twins, upstream(v, later)))), None)
 
 
 def _finish(site, vg, frame, puller, reached, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=(), cleaned=False) -> Lifted:
@@ -268,8 +270,12 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
     reached.append(f"the scores are computed element by element from the first product qk: {_shortened(score, frame, puller)}")
     masked = peel(score, puller.dtypes)
     score = masked.score
-    if any(QK in f.visible.leaves for f in masked.fills) or _compared_with_its_own(score, puller):
+    why = None
+    if any(QK in f.visible.leaves for f in masked.fills):
         why = Refused("the mask depends on the scores", site.weights or site.out, "a mask must be known before the scores")
+    elif (own := _compared_with_its_own(score, puller)) is not None:
+        why = Refused("the scores are compared with a tensor that is computed from them", own, "compare them with what is known before them, e.g. scores.clamp(-50, 50)")
+    if why is not None:
         raise why if product.value is None else _OtherProduct(product.value, why)
     fills = [*([Fill(visible, -math.inf, False)] if visible not in (None, TRUE) else []), *masked.fills]
     if (lost := unpeeled(score)) is not None:

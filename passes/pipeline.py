@@ -15,7 +15,7 @@ from flashfx.region import Node, Problem, Refusal, Region
 from .algebra import rearrange
 from .check import check
 from .draw import after, before
-from .find import DROPOUTS, Site, find
+from .find import DROPOUTS, Site, find, is_of_layers
 from .index import same, size
 from .lift import Lifted, lift
 from .measure import Clock, measure
@@ -118,6 +118,7 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         return regions
     records = {site: _Record() for site in sites}
     found = _lift_all(records, vg, dropout_allowed, why_not, device)
+    records = {site: record for site, record in records.items() if site in found or not is_of_layers(site)}
     for site, record in records.items():
         record.before = before(site, record.lifted, vg)
     unread = {n for n in gm.graph.nodes if not n.users}

@@ -59,7 +59,7 @@ def one_more_in_the_sum(vg: ValueGraph, v: Value) -> bool:
         if found is None or same_values(found[0]) is not e or not v.grad == e.grad == whole.grad == found[2].grad:
             continue
         parts, dim = _column_of(e, more, found[1]), found[1]
-        if parts is None or parts[1] is not None and unshifted(e.args[0], dim) is e.args[0] and not _bounded(*parts[1:]):
+        if parts is None or parts[1] is not None and unshifted(e.args[0], dim, own=True) is e.args[0] and not _bounded(*parts[1:]):
             continue
         (scores, shift, column), make = parts, Maker(vg, v)
         joined = make(aten.cat.default, [scores, _column(make, scores, dim, column)], dim)

@@ -28,7 +28,7 @@ def softmax_of(v: Value) -> Softmax | None:
     """What `v` is the softmax of, if it is one."""
     if v.name in ("_softmax.default", "_safe_softmax.default", "softmax.int"):
         dim = v.args[1] % max(len(v.shape), 1)
-        return Softmax(unshifted(v.args[0], dim), dim)
+        return Softmax(unshifted(_unclamped(v.args[0], dim), dim), dim)
     if v.name == "exp.default" and v.args[0].name == "_log_softmax.default":
         return Softmax(v.args[0].args[0], v.args[0].args[1] % len(v.shape))
     if v.name == "exp.default" and v.args[0].name == "sub.Tensor" and isinstance(v.args[0].args[1], Value):
@@ -38,8 +38,8 @@ def softmax_of(v: Value) -> Softmax | None:
             return Softmax(x, found[1], summed=True)
     if v.name == "div.Tensor" and (parts := over_its_sum(v)) is not None and parts[0].name == "exp.default":
         top, dim = parts
-        scores = unshifted(top.args[0], dim)
-        return Softmax(scores, dim, bare=scores is top.args[0])
+        power = _unclamped(top.args[0], dim)
+        return Softmax(unshifted(power, dim), dim, bare=unshifted(power, dim, own=True) is power)
     return None
 
 
@@ -89,18 +89,52 @@ def _number(v: Value) -> Value:
     return x
 
 
-def unshifted(v: Value, dim: int) -> Value:
-    """before -> after: x - amax(x, dim, keepdim=True) -> x, to which softmax is blind."""
-    if v.name == "sub.Tensor" and isinstance(v.args[1], Value):
-        peak, put_back = v.args[1], None
-        while peak.name in ("detach.default", "expand.default", "alias.default", "clone.default") or peak.name == "unsqueeze.default" and put_back is None:
-            if peak.name == "unsqueeze.default":
-                put_back = peak.args[1] % len(peak.shape)
-            peak = peak.args[0]
-        of_max = peak.name in ("amax.default", "max.dim") and peak.out == 0
-        if of_max and _number(peak.args[0]) is _number(v.args[0]):
-            dims = peak.args[1] if isinstance(peak.args[1], (list, tuple)) else [peak.args[1]]
-            kept = bool(peak.argument(2, "keepdim", False))
-            if [d % len(v.shape) for d in dims] == [dim] and put_back == (None if kept else dim):
-                return v.args[0]
-    return v
+def unshifted(v: Value, dim: int, own: bool = False) -> Value:
+    """What softmax over `dim` cannot tell from `v`: scores that a number of each row, made of them, is subtracted from.
+
+    before -> after: x - amax(x, dim, keepdim=True) -> x; also logsumexp, or the largest of more rows than one, but for own: then exp does not
+    underflow in every column of a row
+    """
+    found = _less_its_largest(v, dim, own)
+    return v if found is None else found
+
+
+def _unclamped(v: Value, dim: int) -> Value:
+    """before -> after: clamp(x - amax(x, dim, keepdim=True), min=-50000) -> x - amax(x, dim, keepdim=True), of the same weights."""
+    x = v
+    while x.name in ("clamp.default", "clamp_min.default", "clamp_max.default") and _is_blunt(x):
+        x = x.args[0]
+    return v if _less_its_largest(x, dim, own=True) is None else x
+
+
+LEAST = {torch.float64: -750.0}
+"""Weights of scores so far below the largest are 0 in any float dtype: where none is told, -110."""
+
+
+def _is_blunt(v: Value) -> bool:
+    """Does a clamp change no weight of scores less their largest, or less the logarithm of their sum, which are 0 at most?"""
+    lo, hi = (None, v.args[1]) if v.name == "clamp_max.default" else (v.argument(1, "min"), v.argument(2, "max"))
+    number = lambda x: isinstance(x, (int, float))
+    return (lo is None or number(lo) and lo <= LEAST.get(v.dtype, -110.0)) and (hi is None or number(hi) and hi >= 0)
+
+
+def _less_its_largest(v: Value, dim: int, own: bool) -> Value | None:
+    """`unshifted`, or None."""
+    if v.name != "sub.Tensor" or v.kwargs or not isinstance(v.args[1], Value):
+        return None
+    peak, put_back = v.args[1], []
+    while peak.name in ("detach.default", "expand.default", "alias.default", "clone.default", "unsqueeze.default"):
+        if peak.name == "unsqueeze.default":
+            put_back.insert(0, peak.args[1] % len(peak.shape))
+        peak = peak.args[0]
+    if peak.name not in ("amax.default", "max.dim", "max.default", "logsumexp.default") or peak.out or _number(peak.args[0]) is not _number(v.args[0]):
+        return None
+    axes, dims = range(len(v.shape)), peak.argument(1, "dim", []) if peak.name != "max.default" else []
+    dims = {d % len(v.shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])} or {*axes}
+    if dim not in dims or own and dims != {dim}:
+        return None
+    kept = peak.name != "max.default" and peak.argument(2, "keepdim", False)
+    placed: list[int | None] = [None if a in dims else a for a in axes if kept or a not in dims]
+    for position in put_back:
+        placed.insert(position, None)
+    return v.args[0] if not any(a is not None for a in placed) or placed == [None if a in dims else a for a in axes] else None

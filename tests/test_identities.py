@@ -71,6 +71,13 @@ CASES = {
     "hidden weights times 0, NaN where no key is seen": (lambda q, k, v, m: (s(q, k).masked_fill(~m, -math.inf).softmax(-1) * m.float()) @ v, (keep(B, 1, M, N),), 1, "empty   nan"),
     # shifted before they are scaled
     "shifted, then scaled": (lambda q, k, v: (lambda x: ((x - x.amax(-1).unsqueeze(-1)) * 32).softmax(-1) @ v)(s(q, k) / 32), (), 1, PLAIN),
+    # shifted by more than a row's largest, or held from below
+    "shifted by the largest of all": (lambda q, k, v: (lambda x: (x - x.max()).softmax(-1) @ v)(s(q, k)), (), 1, PLAIN),
+    "shifted by each head's largest": (lambda q, k, v: (lambda x: (x - x.amax((2, 3), keepdim=True)).softmax(-1) @ v)(s(q, k)), (), 1, PLAIN),
+    "shifted by each head's largest, put back": (lambda q, k, v: (lambda x: (x - x.amax((2, 3))[..., None, None]).softmax(-1) @ v)(s(q, k)), (), 1, PLAIN),
+    "shifted by the largest of all, written out": (lambda q, k, v: (lambda x: again((x - x.max()).exp()) @ v)(s(q, k)), (), 1, PLAIN),
+    "shifted by the logarithm of the sum": (lambda q, k, v: (lambda x: (x - x.logsumexp(-1, keepdim=True)).softmax(-1) @ v)(s(q, k)), (), 1, PLAIN),
+    "shifted, then clamped": (lambda q, k, v: (lambda x: (x - x.max(-1, keepdim=True)[0]).clamp(min=-50000).clamp(max=50000).softmax(-1) @ v)(s(q, k)), (), 1, PLAIN),
     # keys in two parts
     "global and local keys": (lambda q, k, v, g, w: (lambda p: p[..., :3] @ w + p[..., 3:] @ v)(torch.cat([s(q, g), s(q, k)], -1).softmax(-1)),
                               (rand(B, H, 3, D), rand(B, H, 3, D)), 1, "softmax_j"),

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from .capture import compare, keep, rand
-from .test_near_misses import B, CHANGED, DEPENDS, GRADIENT, LOWEST, M, N, READ, ROWS as FIRST, Row, hidden_rows, qkv, scores
+from .test_near_misses import B, CHANGED, D, DEPENDS, GRADIENT, LOWEST, M, N, READ, ROWS as FIRST, Row, hidden_rows, qkv, scores
 
 ROWS: dict[str, Row] = {}
+OWN = "the scores are compared with a tensor that is computed from them"
+LAYERS = [torch.nn.Linear(D, D) for _ in range(2)]
 MASKED = ": masked, and not normalised again"
 AGAIN = "weights are masked and normalised again after a mask of a finite constant: rows that only both hide follow no single rule"
 
@@ -25,16 +27,35 @@ def row(reason, args=qkv, stage="lift", sites=1):
 
 # ------------------------------------------------------------------------- scores compared with their own
 
-@row(DEPENDS)
+@row(OWN)
 def top_k_by_a_constant_that_does_not_hide(q, k, v):
     s = scores(q, k)
     return s.masked_fill(s < s.topk(2, -1).values[..., -1:], -1e4).softmax(-1) @ v
 
 
-@row(DEPENDS)
+@row(OWN)
 def largest_score_doubled(q, k, v):
     s = scores(q, k)
     return torch.where(s == s.amax(-1, keepdim=True), s * 2.0, s).softmax(-1) @ v
+
+
+@row(OWN)
+def clamped_less_the_largest_of_all(q, k, v):
+    s = scores(q, k)
+    return (s - s.max()).clamp(min=-50000).softmax(-1) @ v
+
+
+@row(OWN)
+def clamped_near_the_largest(q, k, v):
+    s = scores(q, k)
+    return (s - s.amax(-1, keepdim=True)).clamp(min=-5).softmax(-1) @ v
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+@row("the second product also adds a tensor (addmm.default)")
+def gate_between_a_layer_and_a_product(q, k, v):
+    return LAYERS[0](q * scores(q, k)[..., :D].softmax(-1)) + v.mean()
 
 
 # ------------------------------------------------------------------------------------------- weights
@@ -217,3 +238,7 @@ def test_attention_without_a_softmax_is_no_site():
     def linear_attention(q, k, v):
         return q.relu() @ (k.relu().transpose(-1, -2) @ v)
     assert compare(linear_attention, *qkv(), exactly=True) == []
+
+
+def test_a_gate_between_two_layers_is_no_site():
+    assert compare(lambda q: LAYERS[1](q * LAYERS[0](q).softmax(-1)), qkv()[0], exactly=True) == []
