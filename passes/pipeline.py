@@ -35,9 +35,12 @@ def _refusal(stage: str, site: Site, why: Refused) -> Refusal:
     return Refusal(stage, why.reason, owner.name, source_line(owner) or source_line(site.out.owner), why.hint)
 
 
+OUTPUT = "the graph's output"
+
+
 def _name(x) -> str:
     node = x if isinstance(x, fx.Node) else x.owner
-    return "the graph's output" if node.op == "output" else f"{node.name} ({source_line(node)})" if source_line(node) else node.name
+    return OUTPUT if node.op == "output" else f"{node.name} ({source_line(node)})" if source_line(node) else node.name
 
 
 def _described(operand: Operand) -> str:
@@ -66,9 +69,12 @@ def _used_elsewhere(vg: ValueGraph, found: dict[Site, Lifted]) -> dict[Site, Ref
             x = needed[x]
         return x
 
-    return {site: Refused(f"the attention weights are also read by {_name(reader(site.weights))}", site.weights,
-                          "do not return or store them, e.g. output_attentions=False")
-            for site in found if site.weights is not None and site.weights in needed}
+    def refused(site: Site) -> Refused:
+        name = _name(reader(site.weights))
+        returned = '; a graph break around an attention function returns them too, which attn_implementation="sdpa" avoids' * (name == OUTPUT)
+        return Refused(f"the attention weights are also read by {name}", site.weights, f"do not return or store them, e.g. output_attentions=False{returned}")
+
+    return {site: refused(site) for site in found if site.weights is not None and site.weights in needed}
 
 
 def _refused(stage: str, site: Site, error: Exception) -> Refusal:

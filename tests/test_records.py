@@ -56,7 +56,8 @@ def test_one_warning_says_what_to_do():
             torch.compile(returned, backend="flashfx", options={"inner": "eager"})(q, q, q)
     text, = (str(w.message) for w in seen if w.category is flashfx.FlashFXWarning)
     assert text.startswith("no attention site of a graph was rewritten, 1 found: the attention weights are also read by the graph's output (at tests/test_records.py:")
-    assert text.endswith("do not return or store them, e.g. output_attentions=False. flashfx.explain(model, ...) reports every site")
+    assert text.endswith("do not return or store them, e.g. output_attentions=False; a graph break around an attention function returns them too, "
+                         'which attn_implementation="sdpa" avoids. flashfx.explain(model, ...) reports every site')
 
 
 def test_explaining_often_leaves_compiling_alone():
