@@ -3,10 +3,12 @@ as a matrix. `python -m tests.zoo` runs all of it."""
 from __future__ import annotations
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from .thinning import thinned
 from .zoo import entries
 from .zoo.measure import compare, worst
+from .zoo.others import others
 
 SAMPLE = {e.name: e for e in [*entries()[::4], *entries(["funnel", "gpt_oss", "jetmoe"])] if not e.xfail}
 REFUSED = {  # entry -> what every refusal says
@@ -33,3 +35,22 @@ def test_entry(name):
     else:
         assert backend.fused == backend.before, [str(r) for r in backend.refusals]
     assert not backend.matrices
+
+
+NAMED = {e.key for e in entries()}
+OTHERS = [key for key in CONFIG_MAPPING if key not in NAMED][::8]
+
+
+@pytest.mark.parametrize("key", thinned(OTHERS, 7))
+def test_architecture_that_nobody_looked_at(key):
+    """Of all that transformers has and the table does not name: right, and refused only where the weights go elsewhere too."""
+    entry = next(others([key]), None)
+    if entry is None:
+        pytest.skip("it does not run in sizes that nobody chose for it")
+    backend, *results = compare(entry)
+    over, where = worst(*results)
+    if over > 1.0:
+        backend, *results = compare(entry, captured=True)
+        over, where = worst(*results)
+    assert over <= 1.0, where
+    assert all("the attention weights are also read by" in r.reason for r in backend.refusals)

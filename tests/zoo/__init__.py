@@ -4,6 +4,10 @@
         model, kwargs = e.build(attn="eager")
         out = model(**kwargs)
 """
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # ahead of transformers: nothing is downloaded, nor asked for again and again
+
 from .entry import Entry
 from .table import entries
 

@@ -1,10 +1,11 @@
-"""python -m tests.zoo [--attn eager|sdpa] [--train] [--dynamic] [--inner eager|aot_eager|inductor] [names…]: the whole zoo, one line per entry.
+"""python -m tests.zoo [--attn eager|sdpa] [--train] [--dynamic] [--inner eager|aot_eager|inductor] [--others] [names…]: the whole zoo, one line per entry.
 
 sites are softmaxes between two products and SDPA calls, counted in the Dynamo graphs without FlashFX's finder; fused are those that the
 rewrite took away; over is the largest error in outputs, loss and gradients beyond twice eager's own, in rounding bands (at most 1 is
 within the budget). N x N counts nodes of the rewritten graphs that make a tensor with an element for every query and key for a mask, bias
 those from which a bias is made that the scores add, own those that the model itself reads or hands out, across a graph break say. With
 --train the sites are those of a training step with dropout 0.1, which is run twice with one seed; errors are taken without dropout.
+--others: instead of the table's, the architectures that it does not name, as far as they can be built without being told how.
 ZOO_LENGTH=512 python -m tests.zoo --shapes looks at the graphs of long texts alone: no errors are taken, and a shape of (512, 512) is no
 coincidence.
 """
@@ -19,6 +20,7 @@ import torch
 
 from . import entries
 from .measure import captured_at_all, compare, dropped_out, shapes, worst
+from .others import others
 
 
 def one(entry, args) -> tuple[int, int, bool]:
@@ -66,11 +68,12 @@ def main() -> int:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--dynamic", action="store_true")
     parser.add_argument("--shapes", action="store_true")
+    parser.add_argument("--others", action="store_true")
     parser.add_argument("--inner", choices=("eager", "aot_eager", "inductor"), default="eager")
     args = parser.parse_args()
     torch._logging.set_logs(dynamo=logging.ERROR)
     totals, bad = [0, 0], []
-    for entry in entries(args.names or None):
+    for entry in others(args.names) if args.others else entries(args.names or None):
         if entry.xfail:
             print(f"{entry.name:28} not captured by Dynamo: {entry.xfail}")
             continue
