@@ -5,7 +5,7 @@ rewrite took away; over is the largest error in outputs, loss and gradients beyo
 within the budget). N x N counts nodes of the rewritten graphs that make a tensor with an element for every query and key for a mask, bias
 those from which a bias is made that the scores add, own those that the model itself reads or hands out, across a graph break say. With
 --train the sites are those of a training step with dropout 0.1, which is run twice with one seed; errors are taken without dropout.
---others: instead of the table's, the architectures that it does not name, as far as they can be built without being told how.
+--others: instead of the table's, the architectures that it does not name, as far as they can be built without being told how (half an hour).
 ZOO_LENGTH=512 python -m tests.zoo --shapes looks at the graphs of long texts alone: no errors are taken, and a shape of (512, 512) is no
 coincidence.
 """
