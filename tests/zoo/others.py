@@ -33,13 +33,12 @@ def others(names: Iterable[str] = ()) -> Iterator[Entry]:
 def _entry(key: str) -> Entry | None:
     for nested in (True, False):
         try:
-            over = _nested(key) if nested else {}
-            model = _class(key)
+            over, cls = _nested(key) if nested else {}, _class(key)
             with torch.device("meta"):
-                built = AutoModel.from_config(shrink(key, over)) if model is None else model._from_config(shrink(key, over))
+                built = AutoModel.from_config(shrink(key, over)) if cls is None else cls._from_config(shrink(key, over))
             if sum(p.numel() for p in built.parameters()) > LARGEST:
                 continue
-            entry = Entry(name=key, family="other", key=key, over=over, cls=model and f"{model.__module__}:{model.__name__}", inputs=_inputs(type(built)))
+            entry = Entry(name=key, family="other", key=key, over=over, cls=cls and f"{cls.__module__}:{cls.__name__}", inputs=_inputs(type(built)))
             model, kwargs = entry.build()
             with torch.no_grad():
                 model(**kwargs)
