@@ -107,15 +107,12 @@ def _unclamped(v: Value, dim: int) -> Value:
     return v if _less_its_largest(x, dim, own=True) is None else x
 
 
-LEAST = {torch.float64: -750.0}
-"""Weights of scores so far below the largest are 0 in any float dtype: where none is told, -110."""
-
-
 def _is_blunt(v: Value) -> bool:
-    """Does a clamp change no weight of scores less their largest, or less the logarithm of their sum, which are 0 at most?"""
+    """Does a clamp change no weight of scores less their largest, or less the logarithm of their sum? They are 0 at most, and exp is 0 from some point on."""
+    least = -750.0 if v.dtype == torch.float64 else -110.0
     lo, hi = (None, v.args[1]) if v.name == "clamp_max.default" else (v.argument(1, "min"), v.argument(2, "max"))
     number = lambda x: isinstance(x, (int, float))
-    return (lo is None or number(lo) and lo <= LEAST.get(v.dtype, -110.0)) and (hi is None or number(hi) and hi >= 0)
+    return (lo is None or number(lo) and lo <= least) and (hi is None or number(hi) and hi >= 0)
 
 
 def _less_its_largest(v: Value, dim: int, own: bool) -> Value | None:

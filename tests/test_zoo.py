@@ -22,14 +22,19 @@ def test_enough_entries():
     assert len(SAMPLE) >= 40
 
 
-@pytest.mark.parametrize("name", thinned(SAMPLE, 2))
-def test_entry(name):
-    backend, *results = compare(SAMPLE[name])
+def within_budget(entry):
+    backend, *results = compare(entry)
     over, where = worst(*results)
     if over > 1.0:  # eager itself may differ from its captured graph
-        backend, *results = compare(SAMPLE[name], captured=True)
+        backend, *results = compare(entry, captured=True)
         over, where = worst(*results)
     assert over <= 1.0, where
+    return backend
+
+
+@pytest.mark.parametrize("name", thinned(SAMPLE, 2))
+def test_entry(name):
+    backend = within_budget(SAMPLE[name])
     if name in REFUSED:
         assert backend.refusals and all(any(text in r.reason for text in REFUSED[name]) for r in backend.refusals)
     else:
@@ -41,16 +46,15 @@ NAMED = {e.key for e in entries()}
 OTHERS = [key for key in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES} if key not in NAMED][::2]
 
 
+def test_some_are_built():
+    """Of those below some are passed over: not all."""
+    assert next(others(OTHERS[:3]), None) is not None
+
+
 @pytest.mark.parametrize("key", thinned(OTHERS, 7))
 def test_architecture_that_nobody_looked_at(key):
     """Decoders and image models that the table does not name: right, and refused only where the weights go elsewhere too."""
     entry = next(others([key]), None)
     if entry is None:
         pytest.skip("it does not run in sizes that nobody chose for it")
-    backend, *results = compare(entry)
-    over, where = worst(*results)
-    if over > 1.0:
-        backend, *results = compare(entry, captured=True)
-        over, where = worst(*results)
-    assert over <= 1.0, where
-    assert all("the attention weights are also read by" in r.reason for r in backend.refusals)
+    assert all("the attention weights are also read by" in r.reason for r in within_budget(entry).refusals)
