@@ -241,11 +241,9 @@ def _compared_with_its_own(score: Expr, puller: Puller) -> Value | None:
     product = puller.product.value
     if product is None:
         return None
-    first = max((x.number for x in product.inputs), default=0)
-    later = lambda v: [x for x in v.inputs if x.number > first]
     twins = lambda v: v is product or v.name == product.name and v.inputs == product.inputs
     compared = (load for x in walk(score) if isinstance(x, Call) and x.op in COMPARISONS and QK in x.leaves for load in x.loads)
-    return next((v for v in (puller.loads[load.name] for load in compared) if any(map(twins, upstream(v, later)))), None)
+    return next((v for v in (puller.loads[load.name] for load in compared) if any(map(twins, upstream(v)))), None)
 
 
 def _finish(site, vg, frame, puller, reached, score, visible, safe, values, values_at, dropped, column=None, kept=(), weights_at=(), cleaned=False) -> Lifted:
