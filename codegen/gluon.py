@@ -275,8 +275,23 @@ def phase_in(at, PLACES: gl.constexpr):
     return (at.to(gl.uint32) // PLACES & 1).to(gl.int32)'''
 
 
+STORE_ROWS = '''@gluon.jit
+def store_rows(tile, cells, stride, row, end, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
+    """A tile that lies in shared memory, of rows `row` on, to memory, but not `end` and those behind: they are another tile's. cells: where its first row is."""
+    ROWS: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    STEP: gl.constexpr = max(8, 256 // WIDTH * WARPS)  # rows at a time, 16 bytes a thread
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    for first in gl.static_range(0, ROWS, STEP):
+        step = first + gl.arange(0, STEP, gl.SliceLayout(1, layout))[:, None]
+        places = gl.multiple_of(cells + (step * stride + column), [1, 16])  # bytes: rows start at such
+        inside = (step < end - row) & (column < COLUMNS) if COLUMNS < WIDTH else step < end - row
+        gl.store(places, tile.slice(first, STEP).load(layout), mask=inside)'''
+
+
 CALLED = {"random_bits": KEEP_TILE, "apart": APART, "marked_by_keep": MARK, "late": LATE, "threads_of": RUNNING, "within": WITHIN, "await_turn": TURNS,
-          "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE}
+          "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE, "store_rows": STORE_ROWS}
 """A function that generated text calls -> what defines it and others beside it."""
 
 

@@ -165,6 +165,8 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         if site.one_pass:
             rows = [*(extent(a) if a in spec.q else "1" for a in spec.axes), *sum_shape(site)]
             out.line(f"sum_q = torch.empty({_shape(rows)}, dtype=torch.float32, device=q.device)", "dQ; the next kernel sets it to 0")
+            if site.documents:
+                out.line(f"order = torch.empty(({count(spec.mask().axes)}, triton.cdiv(N, {BLOCK}) * 2), dtype=torch.int32, device=q.device)", "of tiles of keys; worked out there too")
             out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles of keys programs took beside their first; set to 0 too")
             if site.ordered:
                 out.line(f"turns = torch.zeros({turns_shape(site)}, dtype=torch.int32, device=q.device)", "who added last to each tile of rows")

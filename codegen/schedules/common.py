@@ -15,6 +15,7 @@ from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
 from .documents import SLOTS
 from .ends import score
+from .tile_order import order_tiles
 
 
 def scaled(site: Site, wrt: Expr) -> tuple[Expr, float]:
@@ -50,7 +51,7 @@ def delta_kernel(site: Site) -> Kernel:
     """What the other kernels need of each row: delta, and the log-sum-exp in powers of two."""
     spec = site.spec
     kernel = Kernel("attention_delta", "delta[z, i] = sum_e dO[z, i, e] * O[z, i, e], which is also sum_j P[z, i, j] * dP[z, i, j]; lse2 = lse * log2(e).",
-                    arguments(site, {"Sum": "sum_q", "Taken": "taken"}), ("BLOCK_M",), "DELTA", multiples(site))
+                    arguments(site, {"Sum": "sum_q", "Taken": "taken", "Order": "order"}), ("BLOCK_M",), "DELTA", multiples(site))
     out = kernel.body
     out.assign("tiles", f"tl.cdiv(M, {PADDING}) * ({PADDING} // BLOCK_M)", "with the padding")
     out.assign("z", "tl.program_id(0) // tiles")
@@ -86,6 +87,8 @@ def delta_kernel(site: Site) -> Kernel:
                 reset(f"sum_tile + tl.cdiv(M, {PADDING}) * {PADDING * width}")
     out.line(f"tl.store(Delta + {padded_rows('z')} + i, delta)")
     out.line(f"tl.store(Lse2 + {padded_rows('z')} + i, lse * {LOG2E!r})")
+    if site.documents:
+        order_tiles(site, out)
     return kernel
 
 

@@ -33,9 +33,12 @@ HEAD = 5
 Line 0 begins with the most tiles that a batch index has."""
 KEY_HEAD = 4
 """Numbers of a tile of keys in front of its tiles of FINE rows: first key, end of its keys, how many of those are partly, how many fully visible. Each of them
-is two: its first row, and SHARE * slot + rows. A batch index has a line in front of its tiles, in the first the most tiles of keys and the most cuts among rows
-that one has, and behind KEY_HEAD of each slot: first row, rows; 0 rows where it is not used."""
-SHARE = 2 * FINE
+is two: its first row, and SHARE * slot + rows, MIXED more where values differ within the tile. A batch index has a line in front of its tiles: in the first the most
+tiles of keys and the most cuts among rows that one has, in each at OWN how many tiles of keys it has itself, and behind KEY_HEAD of each slot: first row, rows; 0 rows
+where it is not used."""
+OWN = 2
+MIXED = 2 * FINE
+SHARE = 2 * MIXED
 SLOTS = BLOCK // FINE + 1
 """For BLOCK rows: their tiles of FINE rows, and a cut."""
 RESULTS = {"Cuts": "cuts", "KeyCuts": "key_cuts", "KeyEnds": "key_ends", "SlotEnds": "slot_ends", "RowTiles": "row_tiles", "KeyTiles": "key_tiles"}
@@ -151,11 +154,16 @@ def possible(mask: AttentionSpec, of: str) -> str:
     return " & ".join(text for n, (op, _, _) in enumerate(pairs(mask)) for text in possible_where(op, n, of))
 
 
+def alike(mask: AttentionSpec) -> str:
+    """Do all rows have values to which all of the keys compare as the mask wants?"""
+    return " & ".join(text for n, (op, _, _) in enumerate(pairs(mask)) for text in certain_where(op, n))
+
+
 def certain(mask: AttentionSpec, scalars: Program, end: str) -> str:
     """The condition under which all of a block is visible, by the closed form and the intervals. end: of the keys."""
     closed = [f for c in conjuncts(mask.visible) for f in [bounds(c, "j")] if not c.loads and f.has_full]
     whole = [text for f in closed for text in (f"(j0 >= {scalars.value(f.full_lo)})", f"(j0 + BLOCK <= {scalars.value(f.full_hi)})")]
-    return " & ".join([f"(j0 + BLOCK <= {end})", *whole, *(text for n, (op, _, _) in enumerate(pairs(mask)) for text in certain_where(op, n))])
+    return " & ".join([f"(j0 + BLOCK <= {end})", *whole, alike(mask)])
 
 
 def list_twice(out: Writer, head: int, numbers: tuple[str, ...], loop: str, look) -> None:

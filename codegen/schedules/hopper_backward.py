@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from contextlib import nullcontext
 
 from ..captured import ends
 from ..gluon import Partition, WarpSpecialized
@@ -27,14 +26,15 @@ from .hopper_keys import has_single_do, is_wide, read_late, reserve_numbers, slo
 from .relative import ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads
-from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_gradients, view_rows
+from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_short, store_short_rows
+from .hopper_steps import unless_short, view_rows
 from .hopper_wide import accumulate_wide
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
 REGISTERS = {False: (240, 24), True: (232, 40)}
 """Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, heads up to 96
 without dropout leave some, or heads are above 128 (with 24 it spilled 28 bytes)."""
-LISTING = 224, 56
+LISTING = 224, 64
 """The same of such heads where tiles begin with documents: that warp reads more."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies: more where it reads a mask
@@ -54,7 +54,7 @@ def keys_kernel(site: Site) -> Kernel:
     rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys}
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
-                             sum_arguments(site) | tma_arguments(site, results | {"Taken": "taken", "together": "together"} | worked_out(site), rows)
+                             sum_arguments(site) | tma_arguments(site, results | {"Taken": "taken", "Order": "order", "together": "together"} | worked_out(site), rows)
                              | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
                              [name for name in worked_out(site) if name != "padded"])
     out = kernel.body
@@ -163,21 +163,22 @@ def through_dq(site: Site) -> bool:
 def _store_through_dq(site: Site, out: Writer) -> None:
     out.line("mbarrier.arrive(kv_empty.index(0), count=1)", "the keys and values have been read")
 
-    def by_tma() -> None:
-        for name in ("dv", "dk"):
-            found = [x for x in gradients(site) if x[0] == name]
-            out.line("tma.store_wait(0)", "what was stored before has left its place")
-            out.line("barrier()")
-            for _, operand, tiles, c, value in found:
-                shape, first = block_shape(site, operand, "BLOCK_N", c), unknown_zero(site, "tile")
-                shape, index = (f"1, {shape}", f".index({first})") if first else (shape, "")
-                out.assign(f"{name}_tile{c.suffix}", f"dq_tile{c.suffix}._reinterpret({tiles}.dtype, [{shape}], {tiles}.layout){index}")
-                out.line(f"{name}_tile{c.suffix}.reshape([BLOCK_N, {c.width}]).store({value})")
-            out.line("fence_async_shared()")
-            out.line("barrier()")
-            for _, operand, tiles, c, _ in found:
+    for name in ("dv", "dk"):
+        found = [x for x in gradients(site) if x[0] == name]
+        out.line("tma.store_wait(0)", "what was stored before has left its place")
+        out.line("barrier()")
+        for _, operand, tiles, c, value in found:
+            shape, first = block_shape(site, operand, "BLOCK_N", c), unknown_zero(site, "tile")
+            shape, index = (f"1, {shape}", f".index({first})") if first else (shape, "")
+            out.assign(f"{name}_tile{c.suffix}", f"dq_tile{c.suffix}._reinterpret({tiles}.dtype, [{shape}], {tiles}.layout){index}")
+            out.line(f"{name}_tile{c.suffix}.reshape([BLOCK_N, {c.width}]).store({value})")
+        out.line("fence_async_shared()")
+        out.line("barrier()")
+        for _, operand, tiles, c, _ in found:
+            with unless_short(site, out, "j0", "BLOCK_N"):
                 out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, 'j0', c)}, {name}_tile{c.suffix})")
-    store_gradients(site, out, "j0", "BLOCK_N", by_tma)
+            if site.documents:
+                store_short_rows(site, out, operand, c, f"{name}_tile{c.suffix}")
 
 
 def in_registers(site: Site) -> str:
@@ -246,7 +247,10 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
             store_ends(site, out, "tile * 2 + PART")
         slot_of_last(site, out)
         out.line("mbarrier.wait(ds_empty.index(slot), phase)", "dQ has read the keys: their place takes the gradients")
-        store_gradients(site, out, f"j0 + PART * {HALF}", HALF, lambda: keep(site, out, "own + (nth >> 31)", HALF))
+        first = f"j0 + PART * {HALF}"
+        with unless_short(site, out, first, HALF):
+            keep(site, out, "own + (nth >> 31)", HALF)
+        store_short(site, out, first, HALF)
         out.line("mbarrier.arrive(kv_done.index(kv), count=1)")
     return consumer
 
@@ -258,8 +262,9 @@ def _store_keys(site: Site, tiles) -> Partition:
     with tiles(out, 1, False):
         out.line("mbarrier.wait(kv_done.index(kv), nth >> 1 & 1)")
         for n in range(2):
-            with out.block(f"if j0 + {(n + 1) * HALF} <= key_end:", "else they are stored") if site.documents else nullcontext():
-                copy_out(site, out, f"j0 + {n * HALF}" if n else "j0", f"kv * 2 + {n}")
+            first = f"j0 + {n * HALF}" if n else "j0"
+            with unless_short(site, out, first, HALF):
+                copy_out(site, out, first, f"kv * 2 + {n}")
         out.line("tma.store_wait(0)", "dV and dK have left")
         out.line("mbarrier.arrive(kv_empty.index(kv), count=1)", "their place is free")
     return storer

@@ -20,7 +20,7 @@ from ..reads import across
 from ..writer import Writer
 from .common import PADDING, has_slopes
 from .hopper import place_of
-from .hopper_lists import list_arguments
+from .hopper_lists import list_arguments, rows_of_keys
 from .hopper_captured import assign_batch, shares, tile_loads
 
 MOST = 6
@@ -93,14 +93,14 @@ def key_tiles(site: Site) -> int:
 
 
 def starts_long(site: Site) -> bool:
-    """Are the first keys seen by most rows, as under causal masks?"""
-    return Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M")
+    """Are the first keys seen by most rows, as under causal masks, or do tiles take turns?"""
+    return site.documents or Var("j0") in site.by_keys.lo.leaves and site.by_keys.hi == Var("M")
 
 
 def goes_together(site: Site) -> bool:
     """Is any order of tiles right, and does it matter? Tiles that most rows see start first (`order.long_first`), those of batch indices that share
-    captured tiles beside each other. Which tiles most rows see is known of listed ones where their heads take turns."""
-    return not site.ordered and (site.turns or not site.listed) and (starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
+    captured tiles beside each other. Which tiles most rows see is known of listed ones where their heads take turns, or tiles of keys do (`documents`)."""
+    return not site.ordered and (site.turns or site.documents or not site.listed) and (starts_long(site) or shares(site.spec, site.tiled, site.axes_of("k", "v")))
 
 
 def takes_turns(site: Site) -> bool:
@@ -110,7 +110,7 @@ def takes_turns(site: Site) -> bool:
 
 def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
     """The function that says where a tile is, and the names of what it returns."""
-    function = Partition("locate_keys", f"A tile of keys by number: batch index and {'number there' if site.documents else 'first key'}.")
+    function = Partition("locate_keys", f"A tile of keys by number: batch index, first key{', and the rows that see it: see `documents.KEY_HEAD`' * site.documents}.")
     out = function.body
     if site.documents:
         out.assign("tiles", MOST_TILES)
@@ -122,9 +122,9 @@ def locate(site: Site, mine: tuple[str, ...]) -> tuple[Partition, list[str]]:
         out.assign("y", "number // tiles")
         out.assign("tile", "tiles - 1 - number % tiles" if site.ordered else "number % tiles")
     decode(out, mine, "y")
-    if not site.documents:  # else its list says it
+    if not site.documents:
         out.assign("j0", "tile * BLOCK_N")
-    return function, ["y", *(local(a) for a in mine), "tile", *([] if site.documents else ["j0"])]
+    return function, ["y", *(local(a) for a in mine), "tile", *(rows_of_keys(site, out) if site.documents else ["j0"])]
 
 
 def partial_tiles(site: Site) -> str:
@@ -169,7 +169,7 @@ def _keys_told(site: Site) -> list[str]:
 
 def rows_told(site: Site) -> list[str]:
     """Numbers that it tells of a step. told: the first row, and in its lowest bits whether the mask cuts the tile, whether it is the last of batch
-    index z, the first of a tile of keys, and, where keys begin with documents, of a short one. wanted: whose turn it must be at these rows, where there is an order. sum0: first row in the sum of dQ, if not that."""
+    index z, the first of a tile of keys, and, where keys begin with documents, of a short one, and whether values differ in the tile. wanted: whose turn it must be at these rows, where there is an order. sum0: first row in the sum of dQ, if not that."""
     others = site.other_axes(site.axes_of("k", "v"))
     return ["told", *(["z", *map(local, others)] if others else []), *(["wanted"] if site.ordered else []), *(["sum0"] if site.documents else [])]
 
@@ -250,7 +250,8 @@ def row_at(site: Site, out: Writer, warps: int) -> None:
     out.assign("is_first", "told & 4", "of a tile of keys")
     if site.documents:
         out.assign("is_short", "told & 8", "does the tile of keys end sooner than others?")
-    out.assign("i0", "told >> 4" if site.documents else "told & -8")
+        out.assign("is_mixed", "told & 16", "do the values that the mask compares differ within this tile?")
+    out.assign("i0", "told >> 5" if site.documents else "told & -8")
 
 
 def read_late(site: Site, text: str, warps: int) -> str:

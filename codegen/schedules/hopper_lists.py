@@ -5,7 +5,8 @@ from ...spec import BLOCK, FINE
 from ..parts import Site, flatten
 from ..writer import Writer
 from .hopper_locate import by_row_tiles
-from .documents import HEAD, KEY_HEAD, SHARE, SLOTS
+from .tile_order import tile_in_turn
+from .documents import HEAD, KEY_HEAD, MIXED, SHARE, SLOTS
 
 
 def list_arguments(site: Site, x: str) -> dict[str, str]:
@@ -23,8 +24,8 @@ def listed_tiles(site: Site, out: Writer, x: str) -> str:
     cut by the mask come first."""
     own, lists, block, wide = ("i", "RowBlocks", "BLOCK_N", BLOCK) if x == "j" else ("j", "KeyBlocks", "BLOCK_M", FINE)
     axes = site.spec.mask().axes
-    if x == "i" and site.documents:
-        return _rows_of_keys(site, out)
+    if x == "i" and site.documents:  # `rows_of_keys` has them
+        return "(t < partial_tiles)"
     if by_row_tiles(site) and x == "j":
         row = f"({flatten(axes)}) * lists + row_tile + 1" if axes else "row_tile + 1"
         out.assign("blocks", f"RowTiles + tl.cast({row}, tl.int64) * list_length", "a tile of rows: see `documents.HEAD`")
@@ -41,26 +42,27 @@ def listed_tiles(site: Site, out: Writer, x: str) -> str:
     return "(t < partial_tiles)"
 
 
-def _rows_of_keys(site: Site, out: Writer) -> str:
-    """`listed_tiles` of a tile of keys that begins where a document does: assign where it begins and ends, too."""
-    axes, line = site.spec.mask().axes, f"tile // ({BLOCK} // BLOCK_N) + 1"
-    row = f"({flatten(axes)}) * lists + {line}" if axes else line
+def rows_of_keys(site: Site, out: Writer) -> list[str]:
+    """As `listed_tiles`, of a tile of keys that begins where a document does, and where it begins and ends; returns the names."""
+    axes = site.spec.mask().axes
+    out.assign("next_tile", tile_in_turn(site, f"tile // ({BLOCK} // BLOCK_N)"))
+    row = f"({flatten(axes)}) * lists + next_tile + 1" if axes else "next_tile + 1"
     out.assign("blocks", f"KeyTiles + tl.cast({row}, tl.int64) * list_length", "a tile of keys: see `documents.KEY_HEAD`")
     out.assign("j0", f"tl.load(blocks) + tile % ({BLOCK} // BLOCK_N) * BLOCK_N")
     out.assign("key_end", "tl.minimum(tl.load(blocks + 1), j0 + BLOCK_N)")
-    out.assign("partial_tiles", "tl.load(blocks + 2)")
-    out.assign("count", "partial_tiles + tl.load(blocks + 3)")
+    out.assign("partial_tiles", f"tl.load(blocks + {KEY_HEAD - 2})")
+    out.assign("count", f"partial_tiles + tl.load(blocks + {KEY_HEAD - 1})")
     out.assign("is_hidden", "(count == 0) | (j0 >= key_end)", "by the end of the keys: it visits one tile of rows")
     out.assign("partial_tiles", "tl.where(is_hidden, 1, partial_tiles)")
     out.assign("count", "tl.where(is_hidden, 1, count)")
-    return "(t < partial_tiles)"
+    return ["blocks", "j0", "key_end", "partial_tiles", "count"]
 
 
 def row_start(out: Writer, t: str) -> None:
     """Where tile of rows number t of such a list begins and ends."""
     out.assign("i0", f"tl.load(blocks + ({KEY_HEAD} + 2 * {t}))")
     out.assign("listed", f"tl.load(blocks + ({KEY_HEAD + 1} + 2 * {t}))")
-    out.assign("row_end", f"i0 + listed % {SHARE}")
+    out.assign("row_end", f"i0 + listed % {MIXED}")
 
 
 def row_place(out: Writer) -> None:

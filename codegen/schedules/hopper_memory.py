@@ -274,12 +274,12 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     numbers = 4 + sum(extents[a] != 1 for a in known)  # M, and with padding; numbers of tiles in all and of a batch index
     if documents:  # the lists say how many tiles there are of a batch index
         numbers += (first not in known and extents.get(first, 1) != 1) - 2
-        total += 2 * ADDRESS * split  # dK and dV
+        total += ADDRESS + 2 * ADDRESS * split  # their order; dK and dV
         uneven = split
     numbers += (uneven and (split or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
                 or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
     mine = [a for a in spec.axes if a in spec.k | spec.v]
-    if (turns or not listed) and (Var("j0") in found.lo.leaves and found.hi == Var("M") or shares(spec, tiled, mine)):  # batch indices that go together
+    if (turns or documents or not listed) and (documents or Var("j0") in found.lo.leaves and found.hi == Var("M") or shares(spec, tiled, mine)):  # batch indices that go together
         batches = prod(e for a, e in extents.items() if a in spec.k | spec.v)
         rows = problem.M * prod(problem.extents) // max(1, batches)
         row = 6 * sum(_pieces(problem.D)) + 2 * sum(_pieces(problem.Dv))

@@ -12,13 +12,16 @@ from ..gluon import Partition
 from ..parts import Site, count, decode, extent, flatten
 from ..program import Program, pointer
 from ..writer import Writer
+from .documents import MIXED, SHARE
 from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, segments
 from .hopper_lists import listed_tiles, row_place, row_start, tile_start
-from .hopper_keys import HALF, MOST_TILES, NEXT, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, key_loads, key_ring, partial_tiles, rows_told
+from .hopper_keys import HALF, MOST_TILES, NEXT, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, is_wide, key_loads, key_ring, partial_tiles, rows_told
 from .hopper_keys import slot_and_phase, slot_of, start_steps, takes_turns, tell, tell_keys
 
+TICKET = "number_on(take_ticket(Taken, -1))"
+NEXT_NUMBER = f"tl.num_programs(0) + {TICKET}"
 MOST_VECTORS = 6
 """Loads by row that get a ring, 8 bytes an element at most; consumers load the others themselves."""
 
@@ -98,14 +101,21 @@ def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
 @contextmanager
 def each_tile_ahead(site: Site, out: Writer, call: str, others):
     """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
-    out.assign("number", "number_on(take_ticket(Taken, -1))" if site.ordered else "tl.program_id(0)")
+    out.assign("number", TICKET if site.ordered else "tl.program_id(0)")
     out.assign("nth", "0")
     out.assign("before", "0", "counts steps over all tiles of keys")
     start_steps(site, out)
     if site.documents:
         out.assign("work", " * ".join([MOST_TILES, *(f"late({extent(a)}, number)" for a in site.axes_of("k", "v"))]))
-    with out.block("while number < work:"):
+    ahead = site.documents and not is_wide(site)  # whose registers are too few
+    if ahead:
         out.line(call)
+    with out.block("while number < work:"):
+        if ahead:
+            out.assign("next_number", NEXT_NUMBER, "a tile ahead: where one is takes three reads, each of which waits for the one before")
+            out.assign("following", call.split(" = ")[1].replace("(number", "(tl.minimum(next_number, work - 1)"))
+        else:
+            out.line(call)
         partial = _rows(site, out)
         out.assign("steps", f"count * {count(others)}" if others else "count")
         out.assign("end", "before + steps")
@@ -114,17 +124,15 @@ def each_tile_ahead(site: Site, out: Writer, call: str, others):
         yield partial
         out.assign("before", "end")
         out.assign("nth", "nth + 1")
-        _take_next(site, out)
+        if ahead:
+            out.assign("number", "next_number")
+            out.assign(call.split(" = ")[0], "following")
+        else:  # when the rows of this one are on their way: others may be free sooner
+            out.assign("number", TICKET if site.ordered else NEXT_NUMBER)
     await_place(site, out)
     out.assign("tile", "-1", "no tile is left")
     tell(site, out, ["tile"])
     out.line("mbarrier.arrive(kv_told.index(kv), count=1)" if is_apart(site) else "mbarrier.arrive(kv_full.index(kv), count=2)")
-
-
-def _take_next(site: Site, out: Writer) -> None:
-    """The next tile, when the rows of this one are on their way: others may be free sooner."""
-    first = "" if site.ordered else "tl.num_programs(0) + "
-    out.assign("number", f"{first}number_on(take_ticket(Taken, -1))")
 
 
 @contextmanager
@@ -245,8 +253,8 @@ def tell_row(site: Site, out: Writer, partial: str) -> None:
     """Tell where a step is. Rows begin at multiples of BLOCK_M, so that the lowest bits are free, but for those of documents."""
     flag = f" + ({partial}).to(tl.int32)" if partial and partial_tiles(site) not in ("", "True") else ""
     last = " + is_last * 2" * ("z" in rows_told(site) and not takes_turns(site))
-    short = " + (j0 + BLOCK_N > key_end).to(tl.int32) * 8" * site.documents
-    out.assign("told", f"{'i0 * 16' if site.documents else 'i0'}{flag}{last} + (at == before).to(tl.int32) * 4{short}")
+    short = f" + (j0 + BLOCK_N > key_end).to(tl.int32) * 8 + (listed % {SHARE} // {MIXED}) * 16" * site.documents
+    out.assign("told", f"{'i0 * 32' if site.documents else 'i0'}{flag}{last} + (at == before).to(tl.int32) * 4{short}")
     if site.ordered:
         out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
     if site.documents:

@@ -94,18 +94,20 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
             if found:
                 out.assign(value, found)
                 return
-            if closed and others and not site.averages:
+            if others and (closed or site.documents) and not site.averages:
                 if site.documents and not is_split(site):
                     last_of_tile(site, out, "i", end)
                 read = any({"i", "j"} <= load.variables for c in others for load in c.loads)  # a tile of the mask: to be used up before it waits for a branch
                 hide_others = lambda: out.assign(value, f"tl.where({' & '.join(map(program.tile, others))}, {value}, {hidden})")
                 if read:
                     hide_others()
-                with program.branch(), out.block(f"if {' | '.join([*(['(is_short != 0)' if site.documents else '(j0 + BLOCK_N > N)'] if beyond else []), cut(site, program, 'i', True)])}:"):
+                ends = ["(is_short != 0)" if site.documents else "(j0 + BLOCK_N > N)"] if beyond else []
+                with program.branch(), out.block(f"if {' | '.join(filter(None, [*ends, cut(site, program, 'i', True)]))}:"):
                     by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, end if beyond else "") if read and not is_wide(site) else ""
                     out.assign(value, by_bits or f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
                 if not read:
-                    hide_others()
+                    with program.branch() if site.documents else nullcontext(), out.block("if is_mixed != 0:") if site.documents else nullcontext():
+                        hide_others()
                 return
             seen = [*beyond, *(program.tile(v) for v in visible)]
             text = f"tl.where({' & '.join(seen)}, {value}, {hidden})" if seen else value

@@ -1,7 +1,8 @@
 """What the warpgroups of the Hopper backward have in common: how a step begins, and how dV and dK leave."""
 from __future__ import annotations
 
-from typing import Callable
+from contextlib import nullcontext
+from typing import ContextManager
 
 from ...expr import QK
 from ..parts import Chunk, Site, tiles_name
@@ -97,12 +98,15 @@ def copy_out(site: Site, out: Writer, first: str, index: str) -> None:
         out.line(f"tma.async_copy_shared_to_global({tiles}, {position(site, operand, first, c)}, {operand.lower()}_tile{c.suffix}.index({index}))")
 
 
-def store_gradients(site: Site, out: Writer, first: str, rows: str | int, by_tma: Callable[[], None]) -> None:
-    """dV and dK of `rows` keys from `first` on leave by TMA, but of a tile that ends sooner, where a document does, from registers: the keys behind are another's."""
+def unless_short(site: Site, out: Writer, first: str, rows: str | int) -> ContextManager:
+    """What follows is not of a tile of keys that ends sooner than `rows` from `first` on, where a document does: keys behind are another's."""
+    return out.block(f"if {first} + {rows} <= key_end:") if site.documents else nullcontext()
+
+
+def store_short(site: Site, out: Writer, first: str, rows: str | int) -> None:
+    """dV and dK of such a tile, from registers, four bytes at a time."""
     if not site.documents:
-        return by_tma()
-    with out.block(f"if {first} + {rows} <= key_end:"):
-        by_tma()
+        return
     with out.block("else:", "keys behind are another tile's"):
         for name, operand, _, c, value in gradients(site):
             size = site.D if operand == "K" else site.Dv
@@ -113,15 +117,23 @@ def store_gradients(site: Site, out: Writer, first: str, rows: str | int, by_tma
             out.line(f"tl.store(cells, {value}, mask={inside})")
 
 
+def store_short_rows(site: Site, out: Writer, operand: str, c: Chunk, tile: str) -> None:
+    """A piece of them from shared memory, sixteen bytes at a time, where registers are left for what says where."""
+    size = site.D if operand == "K" else site.Dv
+    with out.block("else:", "keys behind are another tile's"):
+        out.assign("cells", f"d{operand} + (tl.cast(y, tl.int64) * late(N, y) + j0) * {size} + {c.start}")
+        out.line(f"store_rows({tile}.reshape([BLOCK_N, {c.width}]), cells, {size}, j0, key_end, {min(c.width, size - c.start)}, {WARPS})")
+
+
 def store_in_place(site: Site, out: Writer) -> None:
     """The end of a tile of keys: dV and dK leave by the place of V and K."""
-    def by_tma() -> None:
+    with unless_short(site, out, "j0", "BLOCK_N"):
         out.line("barrier()", "all warps have read the keys and values: their place takes the gradients")
         keep(site, out, "kv", "BLOCK_N")
         out.line("barrier()")
         copy_out(site, out, "j0", "kv")
         out.line("tma.store_wait(0)")
-    store_gradients(site, out, "j0", "BLOCK_N", by_tma)
+    store_short(site, out, "j0", "BLOCK_N")
     out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
 
 

@@ -6,7 +6,7 @@ from ..program import Program
 from ..ranges import bounds
 from ..writer import Kernel
 from .blocks import arguments
-from .documents import KEY_HEAD, RESULTS, SHARE, SLOTS, WIDTH, certain, key_line, list_twice, locate, options, pairs, possible, value
+from .documents import KEY_HEAD, MIXED, OWN, RESULTS, SHARE, SLOTS, WIDTH, alike, certain, key_line, list_twice, locate, options, pairs, possible, value
 
 
 def keys_kernel(mask: AttentionSpec) -> Kernel:
@@ -25,6 +25,7 @@ def keys_kernel(mask: AttentionSpec) -> Kernel:
         for end in ("min", "max"):
             out.assign(f"{end}_key_{n}", f"tl.{end}(key_{n}, 0)")
     key_line(out, "head", "0")
+    out.line(f"tl.store(head + {OWN}, count, mask=t == 0)")
     key_line(out, "listed", "1 + t")
     out.assign("slots", f"{SLOTS} * tl.cdiv(M, BLOCK)")
     found = bounds(mask.visible, "j")
@@ -42,9 +43,10 @@ def keys_kernel(mask: AttentionSpec) -> Kernel:
                 out.assign(f"{end}_row_{n}", f"tl.load(SlotEnds + (z * slots + slot) * {number} + {2 * n + at}, mask=there, other=0)")
         out.assign("seen", f"{possible(mask, 'key')} & there & (last > {scalars.value(found.lo)}) & (j0 < {scalars.value(found.hi)})")
         out.assign("certain", certain(mask, scalars, "last"))
-    list_twice(out, KEY_HEAD, ("i0", f"slot * {SHARE} + rows"), "for s0 in tl.range(0, slots, WIDTH):", look)
+        out.assign("mixed", f"tl.where({alike(mask)}, 0, {MIXED})")
+    list_twice(out, KEY_HEAD, ("i0", f"slot * {SHARE} + mixed + rows"), "for s0 in tl.range(0, slots, WIDTH):", look)
     for at, name in enumerate(("first", "last", "partial", "full")):
         out.line(f"tl.store(listed + {at}, {name})" if at else f"tl.store(listed, {name})")
-    for n in range(2):
-        out.line(f"tl.store(listed + {KEY_HEAD + n}, {n}, mask=partial + full == 0)", "" if n else "a tile of keys visits one tile of rows, if a hidden one: row 0 of slot 0")
+    for n, number in enumerate((0, MIXED + 1)):
+        out.line(f"tl.store(listed + {KEY_HEAD + n}, {number}, mask=partial + full == 0)", "" if n else "a tile of keys visits one tile of rows, if a hidden one: row 0 of slot 0")
     return kernel

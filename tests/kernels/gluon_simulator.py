@@ -147,7 +147,7 @@ class Shared:
     """A view of a buffer in shared memory."""
 
     def __init__(self, data: torch.Tensor, places: list[Place]):
-        self.data, self.places, self.dtype = data, places, data.dtype
+        self.data, self.places, self.dtype, self.shape = data, places, data.dtype, data.shape
 
     def index(self, n) -> Shared:
         n = int(n)

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from flashfx import op
-from flashfx.codegen import blocks, calls, gpu, launch, triton_host
+from flashfx.codegen import calls, gpu, launch, triton_host
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan, overridden
-from flashfx.codegen.schedules import documents, hopper
+from flashfx.codegen.schedules import hopper
 from flashfx.codegen.selfcheck import inputs
-from flashfx.reference import evaluate, index_grid
-from flashfx.spec import BLOCK, FINE, AttentionSpec
 
 from ..thinning import thinned
 from . import gluon_dialect, gluon_simulator
@@ -310,72 +308,3 @@ def test_rest_of_calls_of_the_op_that_are_alike():
     assert known == [4, 4, 8, 12, 14]  # a call is known by the text and by the spec, forward and backward
     calls.forget()
     assert both(37, 1, every, 0) == 4
-
-
-@pytest.mark.parametrize("head, kind, length, dtype, name", [(64, "self", 700, "bfloat16", "doc"), (128, "gqa", 640, "bfloat16", "doc"),
-                                                             (80, "self", 520, "float16", "window"), (192, "self", 450, "bfloat16", "begin")])
-def test_rest_of_tiles_that_begin_where_documents_do(head, kind, length, dtype, name):
-    """Ids may be called as the kernels call something else."""
-    s, p = spec(EVERY["documents"], kind), problem(kind, head, dtype, M=length, batch=2)
-    s = AttentionSpec.parse(str(s).replace("doc", name))
-    run(s, p, operands=in_runs(s, inputs(s, p), seed=head), listed=True).within_budget()
-
-
-@pytest.mark.parametrize("beside, head, schedule, by_rows, by_keys", [("softcap", 128, "hopper", True, True), ("shared_bias", 64, "hopper", False, False),
-                                                                      ("t5_table", 64, "hopper", True, False), ("alibi", 64, "triton", True, False), ("bias", 80, "hopper", True, False)])
-def test_rest_of_documents_beside_other_gradients(beside, head, schedule, by_rows, by_keys):
-    """Backward goes over tiles that begin with documents unless a captured tensor's gradient belongs to fixed places; then it makes lists for itself."""
-    like = EVERY[beside]
-    s, p = spec(replace(like, given=(*like.given, *EVERY["documents"].given), where=EVERY["documents"].where, empty="zero")), problem("self", head, "bfloat16", M=384, batch=2)
-    forward, backward = (make_plan(s, p, CARD, direction, listed=True) for direction in ("forward", "backward"))
-    assert (forward.documents, backward.schedule, backward.documents) == (by_rows, schedule, by_keys)
-    run(s, p, operands=in_runs(s, inputs(s, p), seed=head), listed=True).within_budget()
-
-
-@pytest.mark.parametrize("visible", ["(j <= i) & (doc[b, i] == doc[b, j])", "doc[b, i] == doc[b, j]", "(i - j < 100) & (doc[b, i] == doc[b, j]) & (doc[b, i] <= doc[b, j])",
-                                     "(doc[b, i] == doc[b, j]) & (seg[i] == seg[j]) & (j <= i + 40)", "(doc[b, i] == doc[b, j]) & (seg[i] != 3)"])
-@pytest.mark.parametrize("M, N", [(1, 700), (129, 129), (700, 700), (515, 900), (900, 260)])
-def test_rest_of_what_documents_leave(visible, M, N):
-    """Tiles of rows follow each other, BLOCK rows at most; so do tiles of keys. What each names holds all that is visible, and no more where it says in full."""
-    given = "given doc: int[2]" + "; given seg: int[1]" * ("seg" in visible)
-    s = AttentionSpec.parse(f"attention[b, i, j]; {given}; qk = q[b, i] . k[b, j]; score = qk; where {visible}; empty zero; out = softmax_j(score) . v[b, j]")
-    mask = s.mask()
-    if "seg[i] != 3" in visible:
-        assert not documents.pairs(mask)  # that is no comparison with a value of the key
-        return
-    g, length = torch.Generator().manual_seed(M), max(M, N)
-    for mean in (1, 30, 160, 10000):
-        ids = {"doc": (torch.rand(2, length, generator=g) < 1 / mean).cumsum(-1) * 7 % 11, "seg": torch.arange(length) // 333}
-        aux = [ids[a.name] for a in mask.aux]
-        tiles, keys = blocks.document_tiles(mask, aux, [2, M, N], torch.empty(0))
-        visible_at = evaluate(mask.visible, index_grid(mask, [2], M, N, "cpu"), ids, None, torch.float64).expand(2, M, N)
-        covered = torch.zeros(2, M, N, dtype=torch.int)
-        for b, lines in enumerate(tiles[1:].reshape(2, -1, tiles.shape[1]).tolist()):
-            rows = [line for line in lines if line[0] < M]
-            assert rows == lines[: len(rows)] and [line[0] for line in rows] + [M] == [0] + [line[1] for line in rows] and len(rows) <= int(tiles[0, 0])
-            for first, last, begin, partial, full, *listed in rows:
-                assert last - first <= BLOCK
-                for n, block in enumerate(listed[: partial + full]):
-                    part = slice(begin + block * BLOCK, begin + (block + 1) * BLOCK)
-                    covered[b, first:last, part] += 1
-                    assert n < partial or part.stop <= N and visible_at[b, first:last, part].all()
-        assert covered.max() <= 1 and not (visible_at & (covered == 0)).any()
-        if mean == 10000 and M == N and "j <= i)" in visible:  # one document: nothing that is hidden is visited
-            assert int(covered.sum()) <= (M + BLOCK) * N
-        covered[:] = 0
-        for b, (head, *lines) in enumerate(keys.reshape(2, -1, keys.shape[1]).tolist()):
-            slots = {n: pair for n, pair in enumerate(zip(head[documents.KEY_HEAD::2], head[documents.KEY_HEAD + 1::2])) if pair[1]}
-            places = sorted(slots.values())
-            assert [0] + [i0 + rows for i0, rows in places] == [i0 for i0, _ in places] + [M] and max(rows for _, rows in places) <= FINE
-            assert max(slots) < -(-M // BLOCK) * 2 + int(keys[0, 1])  # so many are set to 0
-            columns = [line for line in lines if line[0] < N]
-            assert columns == lines[: len(columns)] and [line[0] for line in columns] + [N] == [0] + [line[1] for line in columns] and len(columns) <= int(keys[0, 0])
-            for first, last, partial, full, *listed in columns:
-                assert last - first <= BLOCK
-                for n in range(partial + full):
-                    i0, (slot, rows) = listed[2 * n], divmod(listed[2 * n + 1], documents.SHARE)
-                    part = slice(i0, i0 + rows), slice(first, last)
-                    assert slots[slot] == (i0, rows)
-                    covered[b][part] += 1
-                    assert n < partial or last - first == BLOCK and visible_at[b][part].all()
-        assert covered.max() <= 1 and not (visible_at & (covered == 0)).any()

@@ -6,6 +6,6 @@ import pytest
 from .test_interpreter import in_a_process
 
 
-@pytest.mark.parametrize("group", ["cases", "rest"])
-def test_kernels(group, pytestconfig):
-    in_a_process("simulated.py", group, pytestconfig.getoption("markexpr"))
+@pytest.mark.parametrize("file, group", [("simulated.py", "cases"), ("simulated.py", "rest"), ("simulated_documents.py", "")])
+def test_kernels(file, group, pytestconfig):
+    in_a_process(file, group, pytestconfig.getoption("markexpr"))
