@@ -87,9 +87,9 @@ def keys_kernel(site: Site) -> Kernel:
     out.line("fence_async_shared()")
     function, returns = locate(site, mine)
     partial = partial_tiles(site)
-    call = ", ".join(returns) + " = " + kernel.function(function, ["number"], returns)
+    where = ", ".join(returns), kernel.function(function, ["number"], returns)
     tiles = functools.partial(each_tile, site)
-    producer = load_tiles(site, others, halves, HALF, call)
+    producer = load_tiles(site, others, halves, HALF, where)
     reads = by_hand(site) and (is_split(site) or not (tile_loads(site) or spec.dropout or by_halves(site)))  # with 232 registers, products would run one by one
     if is_split(site):
         pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads

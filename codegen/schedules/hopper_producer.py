@@ -99,7 +99,7 @@ def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
 
 
 @contextmanager
-def each_tile_ahead(site: Site, out: Writer, call: str, others):
+def each_tile_ahead(site: Site, out: Writer, where: tuple[str, str], others):
     """Of the warp that copies: the loop over tiles of keys, each taken from the counter. Yields the condition of a partial tile of rows."""
     out.assign("number", TICKET if site.ordered else "tl.program_id(0)")
     out.assign("nth", "0")
@@ -109,13 +109,13 @@ def each_tile_ahead(site: Site, out: Writer, call: str, others):
         out.assign("work", " * ".join([MOST_TILES, *(f"late({extent(a)}, number)" for a in site.axes_of("k", "v"))]))
     ahead = site.documents and not is_wide(site)  # whose registers are too few
     if ahead:
-        out.line(call)
+        out.assign(*where)
     with out.block("while number < work:"):
         if ahead:
             out.assign("next_number", NEXT_NUMBER, "a tile ahead: where one is takes three reads, each of which waits for the one before")
-            out.assign("following", call.split(" = ")[1].replace("(number", "(tl.minimum(next_number, work - 1)"))
+            out.assign("following", where[1].replace("(number", "(tl.minimum(next_number, work - 1)"))
         else:
-            out.line(call)
+            out.assign(*where)
         partial = _rows(site, out)
         out.assign("steps", f"count * {count(others)}" if others else "count")
         out.assign("end", "before + steps")
@@ -126,7 +126,7 @@ def each_tile_ahead(site: Site, out: Writer, call: str, others):
         out.assign("nth", "nth + 1")
         if ahead:
             out.assign("number", "next_number")
-            out.assign(call.split(" = ")[0], "following")
+            out.assign(where[0], "following")
         else:  # when the rows of this one are on their way: others may be free sooner
             out.assign("number", TICKET if site.ordered else NEXT_NUMBER)
     await_place(site, out)
@@ -165,13 +165,13 @@ def each_row(site: Site, out: Writer, others):
             out.assign("t", "tl.where(is_last != 0, 0, t + 1)")
 
 
-def load_tiles(site: Site, others, halves: int, half: int, call: str) -> Partition:
-    """halves: tiles of `half` keys each, or one of BLOCK_N. call: says where a tile of keys is."""
+def load_tiles(site: Site, others, halves: int, half: int, where: tuple[str, str]) -> Partition:
+    """halves: tiles of `half` keys each, or one of BLOCK_N. where: names of what says where a tile of keys is, and the call of its number that returns it."""
     copies = "tells which tiles of keys come next" if is_apart(site) else "copies tiles of keys and values"
     producer = Partition("load_rows", f"One warp: {copies}, and copies the query rows that see each and what belongs to them.")
     out = producer.body
     out.line("lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])")
-    with each_tile_ahead(site, out, call, others) as partial:
+    with each_tile_ahead(site, out, where, others) as partial:
         program = Program(site.spec, out.section(), inner="i", columns="i", varying=others)
         with each_row(site, out, others):
             if site.documents:

@@ -105,9 +105,11 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
                 with program.branch(), out.block(f"if {' | '.join(filter(None, [*ends, cut(site, program, 'i', True)]))}:"):
                     by_bits = hidden_outside(program, out, value, closed, "i", hidden, False, end if beyond else "") if read and not is_wide(site) else ""
                     out.assign(value, by_bits or f"tl.where({' & '.join([*beyond, *map(program.tile, closed)])}, {value}, {hidden})")
-                if not read:
-                    with program.branch() if site.documents else nullcontext(), out.block("if is_mixed != 0:") if site.documents else nullcontext():
+                if site.documents:  # the list says in which tiles
+                    with program.branch(), out.block("if is_mixed != 0:"):
                         hide_others()
+                elif not read:
+                    hide_others()
                 return
             seen = [*beyond, *(program.tile(v) for v in visible)]
             text = f"tl.where({' & '.join(seen)}, {value}, {hidden})" if seen else value

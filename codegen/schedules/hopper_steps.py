@@ -104,7 +104,7 @@ def unless_short(site: Site, out: Writer, first: str, rows: str | int) -> Contex
 
 
 def store_short(site: Site, out: Writer, first: str, rows: str | int) -> None:
-    """dV and dK of such a tile, from registers, four bytes at a time."""
+    """Behind `unless_short`: dV and dK of such a tile, from registers, four bytes at a time."""
     if not site.documents:
         return
     with out.block("else:", "keys behind are another tile's"):
@@ -118,7 +118,7 @@ def store_short(site: Site, out: Writer, first: str, rows: str | int) -> None:
 
 
 def store_short_rows(site: Site, out: Writer, operand: str, c: Chunk, tile: str) -> None:
-    """A piece of them from shared memory, sixteen bytes at a time, where registers are left for what says where."""
+    """Behind `unless_short` too: a piece of them from shared memory, sixteen bytes at a time, where registers are left for what says where."""
     size = site.D if operand == "K" else site.Dv
     with out.block("else:", "keys behind are another tile's"):
         out.assign("cells", f"d{operand} + (tl.cast(y, tl.int64) * late(N, y) + j0) * {size} + {c.start}")

@@ -13,6 +13,7 @@ from .documents import KEY_HEAD, OWN, SLOTS
 WINDOW = 128
 """Tiles: about as many as there are multiprocessors, and 16 MB of the rows of a head of 128."""
 AT_ONCE = 16
+"""Tiles that each is compared with at a time."""
 
 
 def order_tiles(site: Site, out: Writer) -> None:
@@ -48,5 +49,6 @@ def _count_steps(out: Writer, name: str, tiles: str) -> None:
 
 
 def tile_in_turn(site: Site, turn: str) -> str:
+    """Text of the tile that has a turn. lists: lines of a batch index in key_tiles, of which one is in front of its tiles."""
     axes = site.spec.mask().axes
     return f"tl.load(Order + ({flatten(axes)}) * (lists - 1) + {turn})" if axes else f"tl.load(Order + {turn})"

@@ -21,7 +21,7 @@ from . import gluon_dialect, gluon_simulator
 from .cases import CORE, IDS, KINDS, MORE, problem, spec
 from .gluon_simulator import Deadlock, Race
 from .random_spec import draw
-from .run import in_runs, rising, run
+from .run import rising, run
 
 CARD = replace(BY_NAME["H200"], sms=3)
 """Few multiprocessors, so that each program takes several tiles."""
