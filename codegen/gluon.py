@@ -13,7 +13,7 @@ from .philox import ROUNDS
 from .program import HELPERS, NATIVE_TANH
 from .running import RUNNING
 from .tickets import TICKETS
-from .turns import TURNS
+from .named import HANDED, NAMED, TURNS
 from .within import WITHIN
 from .writer import Kernel, Writer, wrapped
 
@@ -291,7 +291,7 @@ def store_rows(tile, cells, stride, row, end, COLUMNS: gl.constexpr, WARPS: gl.c
 
 
 CALLED = {"random_bits": KEEP_TILE, "apart": APART, "marked_by_keep": MARK, "late": LATE, "threads_of": RUNNING, "within": WITHIN, "await_turn": TURNS,
-          "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE, "store_rows": STORE_ROWS}
+          "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE, "store_rows": STORE_ROWS, "leave_rows": HANDED}
 """A function that generated text calls -> what defines it and others beside it."""
 
 
@@ -299,7 +299,8 @@ def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if f"gluon_{name}(" in text]
-    return found + [definition for name, definition in CALLED.items() if f"{name}(" in text]
+    found += [definition for name, definition in CALLED.items() if f"{name}(" in text]
+    return [NAMED, *found] if any("named_barrier(" in definition for definition in found) else found
 
 
 def words_of(text: str) -> set[str]:

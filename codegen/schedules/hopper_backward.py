@@ -20,22 +20,22 @@ from ..writer import Kernel, Writer
 from .common import Body, has_slopes
 from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arguments
 from .hopper_captured import reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
-from .hopper_dq import HALF, add_dq, ds_tile, names, reserve_dq, sum_arguments, sum_dq, turns
-from .hopper_keys import by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
-from .hopper_keys import has_single_do, is_wide, read_late, reserve_numbers, slot_of_last, worked_out
+from .hopper_dq import HALF, add_apart, ds_tile, hand_over_dq, names, reserve_dq, sum_arguments, sum_dq
+from .hopper_keys import adds_apart, by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
+from .hopper_keys import has_single_do, is_wide, reserve_numbers, slot_of_last, worked_out
 from .relative import ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import last_of_tile
 from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads
-from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_short, store_short_rows
+from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, multiplies_beside, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_short, store_short_rows
 from .hopper_steps import unless_short, view_rows
 from .hopper_wide import accumulate_wide
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
 REGISTERS = {False: (240, 24), True: (232, 40)}
-"""Of a thread of both warpgroups, and of the warp that copies; those where it reads lists and vectors of a mask for them, heads up to 96
+"""Of a thread of both warpgroups, and of the warps that copy and add; those where one reads lists and vectors of a mask for them, heads up to 96
 without dropout leave some, or heads are above 128 (with 24 it spilled 28 bytes)."""
-LISTING = 224, 64
-"""The same of such heads where tiles begin with documents: that warp reads more."""
+LISTING = 224, 56
+"""The same where tiles begin with documents: that warp reads more."""
 SPLIT_REGISTERS = {False: (208, 64, 32), True: (200, 64, 48)}
 """Of a thread of each of two warpgroups with half of the keys, of the third, which computes dQ, and of the warp that copies: more where it reads a mask
 by hand or copies much."""
@@ -82,7 +82,7 @@ def keys_kernel(site: Site) -> Kernel:
     barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
     if has_single_do(site):
         barriers(out, 1, {"do_full": 1, "do_empty": 1})
-    ring = {"q_full": 2} | ({} if has_single_do(site) else {"do_full": 1}) | ({} if frees_late(site) else {"rows_empty": halves})
+    ring = {"q_full": 2} | ({} if has_single_do(site) else {"do_full": 1}) | ({} if frees_late(site) or adds_apart(site) else {"rows_empty": halves})
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
     function, returns = locate(site, mine)
@@ -96,10 +96,11 @@ def keys_kernel(site: Site) -> Kernel:
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads or copies_much(site)]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
     else:
-        own, least = LISTING if is_wide(site) and site.documents else REGISTERS[reads or is_wide(site) or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
+        own, least = LISTING if site.documents else REGISTERS[reads or is_wide(site) or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
         accumulate = accumulate_wide if is_wide(site) else _accumulate
         beside = [(load_keys(site), [], 1, least)] if is_apart(site) else []
-        kernel.start([(accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *beside])
+        adder = [(add_apart(site), [], 1, least)] if adds_apart(site) else []
+        kernel.start([(accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *beside, *adder])
     return kernel
 
 
@@ -125,33 +126,44 @@ def _accumulate(site: Site, partial: str, others, tiles) -> Partition:
     place = unknown_zero(site, "told") or "0"
     with tiles(out, WARPS):
         body = start_tile(site, out, others)
-        with turns(site, out):
+
+        def multiply_weights() -> None:
+            for c in site.v_chunks:
+                out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
+        with each_step(site, out):
             view_rows(site, out)
             scores_and_dp(site, body, out)
             weights(site, body, out, partial, "BLOCK_N", WARPS)
             for c in site.v_chunks:
                 out.assign(f"weights{c.suffix}", f"gl.convert_layout(p.to({dtype}), gl.DotOperandLayout(0, dv_layout{c.suffix}, 2))")
-                out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(weights{c.suffix}, do{c.suffix}, dv{c.suffix}, is_async=True)")
-            out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
-            score_gradient(site, body, out, partial)
-            publish_ds(site, out, place)
+            if multiplies_beside(site):
+                multiply_weights()
+                out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
+                score_gradient(site, body, out, partial)
+                publish_ds(site, out, place)
+            else:
+                out.assign("dp", "warpgroup_mma_wait(0, [next_dp])")
+                score_gradient(site, body, out, partial)
+                publish_ds(site, out, place, multiply_weights)
             issue_dq(site, out, site.qk_chunks, place)
             out.assign(names("dv", site.v_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dv', site.v_chunks)}])", "dQ still runs")
             for c in site.qk_chunks:
                 out.assign(f"next_dk{c.suffix}", f"warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout{c.suffix}, 2)), q{c.suffix}, "
                                                  f"dk{c.suffix}, is_async=True)")
             out.assign(names("dq", site.qk_chunks), f"warpgroup_mma_wait({nq}, [{names('next_dq', site.qk_chunks)}])", "dK still runs")
-            add_dq(site, out, lambda text: read_late(site, text, WARPS), place if len(site.qk_chunks) > 1 else "0")
+            hand_over_dq(site, out, place if len(site.qk_chunks) > 1 else "0")
             out.assign(names("dk", site.qk_chunks), f"warpgroup_mma_wait(0, [{names('next_dk', site.qk_chunks)}])")
-            out.line("mbarrier.arrive(rows_empty.index(slot), count=1)")
+            out.line("leave_rows(slot)")
             if others:
                 flush_ends(site, out, "tile", "gl.zeros([BLOCK_N], gl.float32, keywise)")
         end_rows(site, out, others)
         if through_dq(site):
             _store_through_dq(site, out)
         else:
+            out.line("await_place_of_dq()")
             store_in_place(site, out)
     out.line("tma.store_wait(0)")
+    out.line("hand_dq()", "no step is left")
     return consumer
 
 
@@ -162,11 +174,12 @@ def through_dq(site: Site) -> bool:
 
 def _store_through_dq(site: Site, out: Writer) -> None:
     out.line("mbarrier.arrive(kv_empty.index(0), count=1)", "the keys and values have been read")
-
+    out.line("await_place_of_dq()")
     for name in ("dv", "dk"):
         found = [x for x in gradients(site) if x[0] == name]
-        out.line("tma.store_wait(0)", "what was stored before has left its place")
-        out.line("barrier()")
+        if name == "dk":
+            out.line("tma.store_wait(0)", "dV has left its place")
+            out.line("barrier()")
         for _, operand, tiles, c, value in found:
             shape, first = block_shape(site, operand, "BLOCK_N", c), unknown_zero(site, "tile")
             shape, index = (f"1, {shape}", f".index({first})") if first else (shape, "")

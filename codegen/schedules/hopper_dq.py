@@ -22,7 +22,7 @@ from .common import PADDING, padded_rows, scaled, summed_rows
 from .documents import KEY_HEAD, SLOTS, key_line
 from .hopper import ROWS, operand_axes, tile_view
 from .hopper_captured import left_out, store_ds, stored_load
-from .hopper_keys import HALF, each_step, is_split, row_at
+from .hopper_keys import HALF, each_step, is_split, number, row_at, rows_told
 
 
 LINE = 32
@@ -130,8 +130,9 @@ def await_turn(site: Site, out: Writer) -> None:
             out.assign("seen", "gl.load(turn, volatile=True)")
 
 
-ADDED = "gl.inline_asm_elementwise('cp.async.bulk.wait_group 0; mov.b32 $0, $1;', '=r,r', [end], dtype=gl.int32, is_pure=False, pack=1)"
-"""Waits until what this thread's bulk copies add is in memory: Gluon's own wait is for their source alone."""
+def _added(number: str) -> str:
+    """Waits until what this thread's bulk copies add is in memory: Gluon's own wait is for their source alone. number: any."""
+    return f"gl.inline_asm_elementwise('cp.async.bulk.wait_group 0; mov.b32 $0, $1;', '=r,r', [{number}], dtype=gl.int32, is_pure=False, pack=1)"
 
 
 def pass_on(site: Site, out: Writer, after: str) -> None:
@@ -166,7 +167,7 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, pla
     """coordinates: rewrites those of the tile. place: 0, in shared memory. multiply: starts the product of a later round and waits for it (`dq_rounds`)."""
     if not frees_early(site):
         if site.ordered:
-            out.assign("added", ADDED, "dQ of the step before is in memory")
+            out.assign("added", _added("end"), "dQ of the step before is in memory")
         else:
             out.line("tma.store_wait(0)", "dQ of the step before has left its place")
         out.line("barrier()")
@@ -177,10 +178,7 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, pla
             multiply(together)
             out.line("tma.store_wait(0)", "the half before has left its place")
             out.line("barrier()")
-        for c in together:
-            ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
-            out.line(f"dq_tile{at(c)}.index({place}).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
-        out.line("fence_async_shared()")
+        _store_share(site, out, together, place)
         if not n:
             await_turn(site, out)
         out.line("barrier()")
@@ -190,9 +188,60 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, pla
         out.assign("previous", "turn")
 
 
+def _store_share(site: Site, out: Writer, found, place: str) -> None:
+    """Pieces of dQ into their places, in the order of the registers that they lie in."""
+    for c in found:
+        ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
+        at = "" if is_halved(site) else c.suffix
+        out.line(f"dq_tile{at}.index({place}).reshape([{_lines(c)}]).store({ordered}.reshape([{_lines(c)}]))")
+    out.line("fence_async_shared()")
+
+
+def hand_over_dq(site: Site, out: Writer, place: str) -> None:
+    """A step's share of dQ, for the warp that adds it."""
+    with out.block("if is_first == 0:"):
+        out.line("await_place_of_dq()")
+    _store_share(site, out, site.qk_chunks, place)
+    out.line("hand_dq()")
+
+
+def add_apart(site: Site) -> Partition:
+    """The warp that adds dQ to its sum (`hopper_keys.adds_apart`)."""
+    adder = Partition("add_dq", "One warp: adds the share of dQ of each step to the sum.")
+    out = adder.body
+    out.assign("at", "tl.cast(0, tl.int32)")
+
+    def arrived() -> None:
+        out.line("await_dq()")
+        out.assign("told", number(site, "told", 1))
+    arrived()
+    with out.block("while told >= 0:"):
+        out.assign("i0", "told >> 5" if site.documents else "told & -8")
+        for name in rows_told(site):
+            if name in ("z", "wanted", "turn", "sum0"):
+                out.assign(name, number(site, name, 1))
+        decode(out, site.spec.axes, "z")
+        if site.ordered:
+            out.assign("place", f"Turns + ({flatten(site.axes_of('q'))}) * tl.cdiv(M, BLOCK_M) + i0 // BLOCK_M")
+            out.assign("seen", "gl.load(place, volatile=True)")
+            with out.block("while seen != wanted:"):
+                out.assign("seen", "gl.load(place, volatile=True)")
+        for c in dq_places(site):
+            out.line(f"reduce_add(dQ_tiles{c.suffix}, {_position(site, c)}, dq_tile{c.suffix}.index(0))")
+        out.line("tma.store_wait(0)", "it has left its place")
+        out.line("free_place_of_dq()")
+        if site.ordered:
+            out.assign("added", _added("at"), "it is in memory")
+            out.line("barrier()")
+            out.line("gl.atomic_xchg(place, turn, sem='relaxed', scope='gpu')")
+        out.assign("at", "at + 1")
+        arrived()
+    return adder
+
+
 def finish_dq(site: Site, out: Writer) -> None:
     if site.ordered:
-        out.assign("added", ADDED)
+        out.assign("added", _added("end"))
         out.line("barrier()")
         pass_on(site, out, "")
 

@@ -106,9 +106,10 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         return stacked([*found, (_forward_handed(spec, problem, tiled, uneven, listed), 8), (m // ROWS * 4, 4)])
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     split = _is_split(problem)
-    late = split and stages > 2  # `hopper_keys.frees_late`
     keys = 2 if split else 1  # tiles of them
+    late = split and stages > 2  # `hopper_keys.frees_late`
     wide, single = _is_wide(problem), _has_single_do(problem)
+    paired = not (split or wide)  # `hopper_keys.adds_apart`
     found = _tiles(stages, m, q) + _tiles(1 if single else stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * min(w, 128) * 4, 1024) for w in q]
     found += [((stages if split else 1) * 2 * m * n, 1024)] * (1 + wide) + _captured_tiles(spec, m, n, stages, tiled)
     if not is_counted(spec):
@@ -119,15 +120,15 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
     found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
     apart = _is_apart(spec, problem, tiled, listed)
-    found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 3 - single)
+    found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 2 if paired else 3 - single)
     found += [(BARRIER, 16)] * (2 * single)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     documents = takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed, stored)
     before = not split and spec.dropout > 0  # as `hopper_keys` says
     by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents
-    told = keys * by_key, 2 * stages * (1 + bool(others) + len(others) + documents)
+    told = keys * by_key, 2 * stages * (1 + bool(others or paired) + len(others) + documents)
     found += [(NUMBER * number, 16) for number in told]
-    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, stored, listed, documents, turns), 8), (12 if split else 4, 4)])
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, paired, stored, listed, documents, turns), 8), (12 if split else 4, 4)])
 
 
 def _is_split(problem: Problem) -> bool:
@@ -148,7 +149,8 @@ def _has_single_do(problem: Problem) -> bool:
 def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:
     """As `hopper_keys.is_apart`."""
     pieces = len(_pieces(problem.D)) + len(_pieces(problem.Dv))
-    beside = tiled or spec.dropout or takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed) if listed or spec.visible.loads else _at(spec, "j")
+    slopes = {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
+    beside = tiled or spec.dropout or slopes or takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed) if listed or spec.visible.loads else _at(spec, "j")
     return not _is_split(problem) and (pieces > 2 or _is_wide(problem) or bool(beside))
 
 
@@ -255,14 +257,14 @@ def _reads_ends(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, stored: bool, listed: bool,
+def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, paired: bool, stored: bool, listed: bool,
                     documents: bool, turns: bool) -> int:
-    """To the second warpgroup, the one for dQ and the warp that copies; to that alone where one partition multiplies. In bytes."""
+    """To the second warpgroup, the one for dQ and the warp that copies; to that and the one that adds dQ, or to that alone, where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
-    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 - late if split else 5 + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
+    total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 - late if split else 5 - paired + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
     total += _buffer(2) * _has_single_do(problem)
     total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
     total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (listed or averages(spec))
@@ -287,6 +289,8 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
         numbers += bool(outermost(spec, tiled, mine)) and first not in known and extents[first] != 1
     if listed:
         numbers += bool(spec.mask().axes) + bool(_at(spec, "i") and not documents)  # lists of a batch index; their length in place of M
+    if paired:
+        total += ADDRESS * pieces + pieces * q  # dQ, its tile
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
         total += ADDRESS + out if stored else _buffer(3)  # dS

@@ -17,7 +17,7 @@ from .common import mean_share, padded_rows
 from .hopper_captured import left_out, read_tiles, tile_bytes
 from .hopper import read_by_tma, segments
 from .hopper_lists import listed_tiles, row_place, row_start, tile_start
-from .hopper_keys import HALF, MOST_TILES, NEXT, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, is_wide, key_loads, key_ring, partial_tiles, rows_told
+from .hopper_keys import HALF, MOST_TILES, NEXT, adds_apart, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, is_wide, key_loads, key_ring, partial_tiles, rows_told
 from .hopper_keys import slot_and_phase, slot_of, start_steps, takes_turns, tell, tell_keys
 
 TICKET = "number_on(take_ticket(Taken, -1))"
@@ -129,8 +129,15 @@ def each_tile_ahead(site: Site, out: Writer, where: tuple[str, str], others):
             out.assign(where[0], "following")
         else:  # when the rows of this one are on their way: others may be free sooner
             out.assign("number", TICKET if site.ordered else NEXT_NUMBER)
+    if adds_apart(site):
+        with out.block("for at in tl.range(tl.maximum(before - STAGES, 0), before):"):
+            out.line("await_rows(place_in(at, STAGES))")
     await_place(site, out)
     out.assign("tile", "-1", "no tile is left")
+    if adds_apart(site):
+        out.assign("at", "before")
+        out.assign("told", "-1")
+        tell(site, out, ["told"])
     tell(site, out, ["tile"])
     out.line("mbarrier.arrive(kv_told.index(kv), count=1)" if is_apart(site) else "mbarrier.arrive(kv_full.index(kv), count=2)")
 
@@ -233,6 +240,9 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
         for name, text in zip(("freeing", "freeing_phase"), slot_and_phase("after")):
             out.assign(name, text)
         out.line("mbarrier.wait(ds_full.index(freeing), freeing_phase ^ 1)")
+    elif adds_apart(site):
+        with out.block("if at >= STAGES:"):
+            out.line("await_rows(slot)")
     else:
         out.line("mbarrier.wait(rows_empty.index(slot), phase ^ 1)")
     wide = sum(c.width for c in site.qk_chunks)
@@ -252,11 +262,13 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
 def tell_row(site: Site, out: Writer, partial: str) -> None:
     """Tell where a step is. Rows begin at multiples of BLOCK_M, so that the lowest bits are free, but for those of documents."""
     flag = f" + ({partial}).to(tl.int32)" if partial and partial_tiles(site) not in ("", "True") else ""
-    last = " + is_last * 2" * ("z" in rows_told(site) and not takes_turns(site))
+    last = " + is_last * 2" * (bool(site.other_axes(site.axes_of("k", "v"))) and not takes_turns(site))
     short = f" + (j0 + BLOCK_N > key_end).to(tl.int32) * 8 + (listed % {SHARE} // {MIXED}) * 16" * site.documents
     out.assign("told", f"{'i0 * 32' if site.documents else 'i0'}{flag}{last} + (at == before).to(tl.int32) * 4{short}")
     if site.ordered:
         out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
+        if "turn" in rows_told(site):
+            out.assign("turn", "tiles - tile")
     if site.documents:
         row_place(out)
     tell(site, out, rows_told(site))

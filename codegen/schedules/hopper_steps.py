@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import ContextManager
+from typing import Callable, ContextManager
 
 from ...expr import QK
 from ..parts import Chunk, Site, tiles_name
@@ -12,16 +12,24 @@ from ..writer import Writer
 from .common import Body, scaled
 from .ends import classify, ended
 from .hopper import position, tile_view
-from .hopper_captured import left_out, store_ds, tiles_from_rings
+from .hopper_captured import left_out, store_ds, stored_load, tiles_from_rings
 from .hopper_dq import ds_tile, finish_dq, frees_early, is_halved, look
-from .hopper_keys import do_place, is_split, keys_at, keys_from_rings, row_at, sees_ends_late
+from .hopper_keys import adds_apart, by_hand, do_place, is_split, is_wide, keys_at, keys_from_rings, row_at, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
-from .hopper_score import reads_lse_first, reads_rows_ahead
+from .hopper_score import fills_registers, reads_lse_first, reads_rows_ahead
 from .hopper_vectors import last_of_tile
 from .relative import beyond_ends, start_ends, store_ends, summed
 
 WARPS = 8
 """Of the one consumer partition: two warpgroups that hold a tile of keys."""
+
+
+def holds_half(site: Site) -> bool:
+    """Do the registers of two warpgroups that hold the keys together have room for half of v, 16 of a thread? It spares a step a sixteenth of what its products read
+    of shared memory, which they keep busy: 1 % of the backward at head size 128."""
+    spec = site.spec
+    lacks = site.other_axes(site.axes_of("k", "v")) or spec.loads or spec.dropout or by_hand(site) or fills_registers(site)
+    return adds_apart(site) and site.whole and not lacks and len(site.v_chunks) == 1 and site.v_chunks[0].width == 128
 
 
 def chain(out: Writer, name: str, found, left, right, start: str) -> None:
@@ -43,13 +51,17 @@ def scores_and_dp(site: Site, body: Body, out: Writer, rows: str = "BLOCK_N", wa
     _issue_scores(site, out, "q")
     place, do_phase = do_place(site)
     out.line(f"mbarrier.wait(do_full.index({place}), {do_phase})")
-    chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
-    await_scores = lambda: out.assign("qk", f"warpgroup_mma_wait({len(site.v_chunks)}, [next_qk])", "dP still runs")
+    if holds_half(site):
+        out.assign("next_dp", "warpgroup_mma(v_held, do.slice(0, 64, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)")
+        out.assign("next_dp", "warpgroup_mma(v.slice(64, 64, 1), do.slice(64, 64, 1).permute((1, 0)), next_dp, is_async=True)")
+    else:
+        chain(out, "next_dp", site.v_chunks, lambda c: f"v{c.suffix}", lambda c: f"do{c.suffix}.permute((1, 0))", "zeros, use_acc=False, is_async=True")
+    await_scores = lambda: out.assign("qk", f"warpgroup_mma_wait({2 if holds_half(site) else len(site.v_chunks)}, [next_qk])", "dP still runs")
     if ahead:
         out.assign("lse2", from_ring("lse2_ring"))
         await_scores()
     row_at(site, out, warps)
-    if not is_split(site):
+    if is_wide(site):
         look(site, out)
     out.assign("i", "i0 + rows")
     _enter(site, body.program, out, rows, warps)
@@ -160,6 +172,8 @@ def start_tile(site: Site, out: Writer, others) -> Body:
         out.assign(f"k{c.suffix}", tile_view("k_tile", c, "kv", "BLOCK_N"))
     for c in site.v_chunks:
         out.assign(f"v{c.suffix}", tile_view("v_tile", c, "kv", "BLOCK_N"))
+        if holds_half(site):
+            out.assign("v_held", "v.slice(0, 64, 1).load(gl.DotOperandLayout(0, scores, 2))")
         out.assign(f"dv{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dv_layout{c.suffix})")
     start_ends(site, out, "gl.zeros([BLOCK_N], gl.float32, keywise)")
     return Body(site, program, transposed=True)
@@ -172,12 +186,22 @@ def view_rows(site: Site, out: Writer) -> None:
             out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_ring", c, place, "BLOCK_M"))
 
 
-def publish_ds(site: Site, out: Writer, place: str) -> None:
-    """dS^T into shared memory, for all warps."""
+def multiplies_beside(site: Site) -> bool:
+    """Is dV += P^T dO started before dS is worked out? Behind that it runs while warps meet, and less is under way at once; but under dropout dS takes long, and halves of dQ
+    leave no time. H200, head size 128, N = 4096 and 16384, backward: 1 to 4 % slower, dropout 1 to 3 % faster; 192 3 % slower, 256 1 % faster."""
+    return site.spec.dropout > 0 or is_halved(site)
+
+
+def publish_ds(site: Site, out: Writer, place: str, beside: Callable[[], None] = lambda: None) -> None:
+    """dS^T into shared memory, for all warps. beside: issues what runs meanwhile."""
+    if stored_load(site) and adds_apart(site):
+        out.line("tma.store_wait(0)", "dS of the step before has left its place")
+        out.line("barrier()")
     out.line(f"{ds_tile(site, place, 'BLOCK_N')}.store(ds)")
+    beside()
     out.line("fence_async_shared()")
     if frees_early(site):
-        out.line("tma.store_wait(0)", "dQ of the step before has left its place")
+        out.line("tma.store_wait(0)", "dK of the tile before has left the place of dQ" if adds_apart(site) else "dQ of the step before has left its place")
     out.line("barrier()")
     store_ds(site, out, [("j0", place)])
 
@@ -195,4 +219,5 @@ def end_rows(site: Site, out: Writer, others) -> None:
     keys_at(site, out, WARPS)
     if not others:
         store_ends(site, out, "tile")
-    finish_dq(site, out)
+    if not adds_apart(site):
+        finish_dq(site, out)

@@ -1,4 +1,4 @@
-"""Of the Hopper forward: where warpgroups wait for their turn to issue products (`codegen/turns.py`)."""
+"""Of the Hopper forward: where warpgroups wait for their turn to issue products (`codegen/named.py`)."""
 from __future__ import annotations
 
 from ..parts import Site

@@ -10,7 +10,7 @@ from ..parts import Site, tiles_name
 from .hopper_dq import add_dq, dq_chunks, dq_rounds, ds_tile, names, turns
 from .hopper_keys import has_single_do, read_late
 from .hopper_score import score_gradient, weights
-from .hopper_steps import WARPS, end_rows, issue_dq, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, view_rows
+from .hopper_steps import WARPS, end_rows, issue_dq, multiplies_beside, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, view_rows
 from .relative import flush_ends
 
 
@@ -26,18 +26,25 @@ def accumulate_wide(site: Site, partial: str, others, tiles) -> Partition:
     number_rows(out)
     with tiles(out, WARPS):
         body = start_tile(site, out, others)
+
+        def multiply_weights() -> None:
+            for c in site.v_chunks:
+                out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(p_tile, do{c.suffix}, dv{c.suffix}, is_async=True)")
         with turns(site, out):
             view_rows(site, out)
             scores_and_dp(site, body, out)
             weights(site, body, out, partial, "BLOCK_N", WARPS)
             out.line(f"p_tile.store(p.to({dtype}))")
-            out.line("fence_async_shared()")
-            out.line("barrier()")
-            for c in site.v_chunks:
-                out.assign(f"next_dv{c.suffix}", f"warpgroup_mma(p_tile, do{c.suffix}, dv{c.suffix}, is_async=True)")
-            out.assign("dp", f"warpgroup_mma_wait({nv}, [next_dp])", "dV still runs")
+            beside = multiplies_beside(site)
+            if beside:
+                out.line("fence_async_shared()")
+                out.line("barrier()")
+                multiply_weights()
+            out.assign("dp", f"warpgroup_mma_wait({nv if beside else 0}, [next_dp])", "dV still runs" if beside else "")
             score_gradient(site, body, out, partial)
             publish_ds(site, out, "0")
+            if not beside:
+                multiply_weights()
             first = dq_rounds(site)[0]
             issue_dq(site, out, first, "0")
             for c in site.qk_chunks:

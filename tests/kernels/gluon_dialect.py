@@ -13,7 +13,7 @@ from flashfx.codegen import load as generated
 from flashfx.codegen import philox
 
 from . import gluon_simulator as simulator
-from .gluon_simulator import Descriptor, Pointer, Shared, Simulation, _here, pointer_to
+from .gluon_simulator import Descriptor, Pointer, Race, Shared, Simulation, _here, pointer_to
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int8", "int32", "int64")} | {"int1": torch.bool}
 
@@ -194,21 +194,29 @@ def within(tile, start, stop, HIDDEN):
     return torch.where((columns >= (0 if start is None else scalar(start))) & (columns < scalar(stop)), tile, HIDDEN)
 
 
-def await_turn(WARPGROUP):
-    turns = _turns()
-    _here.task.pause(lambda: turns.get(WARPGROUP, 0) > 0)
-    turns[WARPGROUP] -= 1
+def sync(*name) -> None:
+    """Wait at a named barrier of the program until the other side has arrived."""
+    arrived = _arrived()
+    _here.task.pause(lambda: name in arrived)
+    arrived.remove(name)
 
 
-def pass_turn(WARPGROUP, WARPGROUPS):
-    turns, following = _turns(), (WARPGROUP + 1) % WARPGROUPS
-    assert not turns.get(following, 0), "a named barrier has all its arrivals already"
-    turns[following] = 1
+def arrive(*name) -> None:
+    arrived = _arrived()
+    if name in arrived:
+        raise Race(f"at a named barrier, {name}, all have arrived already")
+    arrived.add(name)
+    _here.task.pause()
 
 
-def _turns() -> dict[int, int]:
-    """Of the program's named barriers, which have been arrived at."""
-    return _here.task.simulation.turns.setdefault(_here.task.program, {})
+def _arrived() -> set:
+    return _here.task.simulation.arrived.setdefault(_here.task.program, set())
+
+
+NAMED = dict(await_turn=lambda WARPGROUP: sync("turn", WARPGROUP), pass_turn=lambda WARPGROUP, WARPGROUPS: arrive("turn", (WARPGROUP + 1) % WARPGROUPS),
+             leave_rows=lambda slot: arrive("rows", int(slot)), await_rows=lambda slot: sync("rows", int(slot)), hand_dq=lambda: arrive("dQ"), await_dq=lambda: sync("dQ"),
+             free_place_of_dq=lambda: arrive("place of dQ"), await_place_of_dq=lambda: sync("place of dQ"))
+"""What text of `codegen.named` calls. A partition is one task here: two warpgroups that hold keys together do not wait for each other."""
 
 
 def take_ticket(counter, last):
@@ -219,7 +227,7 @@ def take_ticket(counter, last):
     return number
 
 
-OVERRIDES = dict(within=within, await_turn=await_turn, pass_turn=pass_turn, take_ticket=take_ticket, number_on=scalar,
+OVERRIDES = dict(NAMED, within=within, take_ticket=take_ticket, number_on=scalar,
                  random_bits=random_bits, key_words=lambda seed, z, j0, COLUMNS: (torch.zeros(COLUMNS // 8, dtype=torch.int64),) * 2, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),

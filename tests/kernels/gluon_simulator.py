@@ -91,7 +91,7 @@ class Simulation:
         self.grid, self.random, self.hub, self.over = (*grid, 1, 1)[:3], random.Random(seed), threading.Semaphore(0), False
         self.tasks: list[Task] = []
         self.copies: list[Copy] = []
-        self.turns: dict[tuple, dict[int, int]] = {}
+        self.arrived: dict[tuple, set] = {}  # at named barriers, by program
         self.haste = self.random.choice((0.05, 0.5, 5.0))  # of copies beside partitions
 
     def start(self, name: str, program: tuple, run) -> Task:
