@@ -14,7 +14,8 @@ def barrier_text(ACTION, NAME, THREADS):
 
 @gluon.jit
 def named_barrier(ACTION: gl.constexpr, NAME: gl.constexpr, number, THREADS: gl.constexpr):
-    """PTX's barrier of that name, $1 for `number`: "sync" waits until so many threads, its own among them, have come; "arrive" does not wait."""
+    """PTX's barrier of that name, $1 for `number`: "sync" waits until so many threads, its own among them, have come;
+    "arrive" does not wait."""
     text: gl.constexpr = barrier_text(ACTION, NAME, THREADS)
     gl.inline_asm_elementwise(text, "=r,r", [number], gl.int32, is_pure=False, pack=1)'''
 

@@ -85,8 +85,10 @@ def is_apart(site: Site) -> bool:
 
 
 def is_told_before(site: Site) -> bool:
-    """Are the others told how many steps came before a tile of keys? Under dropout registers are too few to count them across the loop over rows."""
-    return not is_split(site) and site.spec.dropout > 0
+    """Are the others told how many steps came before a tile of keys? Under dropout, and where the mask has an element for every pair, registers are too few to count
+    them across the loop over rows."""
+    pairs = adds_apart(site) and any({"i", "j"} <= load.variables for load in site.spec.visible.loads)
+    return not is_split(site) and (site.spec.dropout > 0 or pairs)
 
 
 def sees_ends_late(site: Site) -> bool:

@@ -124,7 +124,8 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [(BARRIER, 16)] * (2 * single)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
     documents = takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed, stored)
-    before = not split and spec.dropout > 0  # as `hopper_keys` says
+    pairs = paired and any({"i", "j"} <= load.variables for load in spec.visible.loads)
+    before = not split and (spec.dropout > 0 or pairs)  # as `hopper_keys` says
     by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents
     told = keys * by_key, 2 * stages * (1 + bool(others or paired) + len(others) + documents)
     found += [(NUMBER * number, 16) for number in told]
