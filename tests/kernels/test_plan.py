@@ -235,6 +235,17 @@ def test_a_kernel_takes_only_what_it_uses(name):
     assert max(len(line) for line in source.text.splitlines() if line.strip() not in str(s)) <= 130  # the model's mathematics is as long as it is
 
 
+@pytest.mark.parametrize("name", ["alibi", "temperature", "t5_table", "bias"])
+def test_a_hopper_forward_is_the_same_whatever_gets_gradients(name):
+    s, p, found = spec(ALL[name]), problem(D=128, dtype="bfloat16", M=4096), set()
+    for needs in ((trained,) * 3 + (captured,) * len(s.aux) for trained, captured in ((False, False), (True, False), (True, True))):
+        plans = [make_plan(s, p, gpu.DEFAULT, direction, needs=needs) for direction in ("forward", "backward")]
+        assert plans[0].schedule == "hopper"
+        text = render(s, plans[0], p, needs, plans[1]).text
+        found.add(text[text.index("def attend("):text.index("def attention_forward(")])
+    assert len(found) == 1
+
+
 def test_new_lengths_share_a_module(monkeypatch):
     """Lengths are arguments: only M <= N and whole tiles of keys enter the text."""
     monkeypatch.setattr(triton_host.gpu, "current", lambda device: gpu.DEFAULT)
