@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Iterable, Mapping, Sequence
 
+from .named import HANDED, NAMED, TURNS
 from .philox import ROUNDS
 from .program import HELPERS, NATIVE_TANH
 from .running import RUNNING
 from .tickets import TICKETS
-from .named import HANDED, NAMED, TURNS
 from .within import WITHIN
 from .writer import Kernel, Writer, wrapped
 

@@ -1,4 +1,5 @@
-"""PTX's named barriers, at which warps of different partitions meet. Triton takes the first few of the 16 for partitions.
+"""PTX's named barriers, at which warps of different partitions meet. Triton takes the first few of the 16 for partitions. Ours, of which a kernel has the one or the other:
+12 to 14 turns; 8 to 11 rows of a slot; 12 dQ in its place; 14 and 15 that place free, for either warpgroup.
 
 Turns of the Hopper forward (FlashAttention-3, section 3.1, ping-pong scheduling): while a warpgroup computes a softmax, the matrix units work for another.
 

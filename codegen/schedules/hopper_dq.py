@@ -218,14 +218,11 @@ def add_apart(site: Site) -> Partition:
     with out.block("while told >= 0:"):
         out.assign("i0", "told >> 5" if site.documents else "told & -8")
         for name in rows_told(site):
-            if name in ("z", "wanted", "turn", "sum0"):
+            if name in ("z", "wanted", "own_turn", "sum0"):
                 out.assign(name, number(site, name, 1))
         decode(out, site.spec.axes, "z")
-        if site.ordered:
-            out.assign("place", f"Turns + ({flatten(site.axes_of('q'))}) * tl.cdiv(M, BLOCK_M) + i0 // BLOCK_M")
-            out.assign("seen", "gl.load(place, volatile=True)")
-            with out.block("while seen != wanted:"):
-                out.assign("seen", "gl.load(place, volatile=True)")
+        look(site, out)
+        await_turn(site, out)
         for c in dq_places(site):
             out.line(f"reduce_add(dQ_tiles{c.suffix}, {_position(site, c)}, dq_tile{c.suffix}.index(0))")
         out.line("tma.store_wait(0)", "it has left its place")
@@ -233,7 +230,7 @@ def add_apart(site: Site) -> Partition:
         if site.ordered:
             out.assign("added", _added("at"), "it is in memory")
             out.line("barrier()")
-            out.line("gl.atomic_xchg(place, turn, sem='relaxed', scope='gpu')")
+            out.line("gl.atomic_xchg(turn, own_turn, sem='relaxed', scope='gpu')")
         out.assign("at", "at + 1")
         arrived()
     return adder

@@ -179,9 +179,9 @@ def _keys_told(site: Site) -> list[str]:
 def rows_told(site: Site) -> list[str]:
     """Numbers that it tells of a step. told: the first row, and in its lowest bits whether the mask cuts the tile, whether it is the last of batch
     index z, the first of a tile of keys, and, where keys begin with documents, of a short one, and whether values differ in the tile.
-    wanted: whose turn it must be at these rows, where there is an order, and turn: that of these keys. sum0: first row in the sum of dQ, if not that."""
+    wanted: whose turn it must be at these rows, where there is an order, and own_turn: that of these keys. sum0: first row in the sum of dQ, if not that."""
     others = site.other_axes(site.axes_of("k", "v"))
-    turns = (["wanted", "turn"] if adds_apart(site) else ["wanted"]) if site.ordered else []
+    turns = (["wanted", "own_turn"] if adds_apart(site) else ["wanted"]) if site.ordered else []
     return ["told", *(["z", *map(local, others)] if others else ["z"] if adds_apart(site) else []), *turns, *(["sum0"] if site.documents else [])]
 
 
@@ -252,7 +252,7 @@ def row_at(site: Site, out: Writer, warps: int) -> None:
     """Assign where a step is that has begun, and whether the mask cuts the tile."""
     shared = bool(site.other_axes(site.axes_of("k", "v")))
     for name in rows_told(site):
-        if not adds_apart(site) or name == "told" or shared and name not in ("wanted", "turn", "sum0"):
+        if not adds_apart(site) or name == "told" or shared and name not in ("wanted", "own_turn", "sum0"):
             out.assign(name, number(site, name, warps))
     out.assign("is_partial", "told & 1")
     if shared:

@@ -267,8 +267,8 @@ def tell_row(site: Site, out: Writer, partial: str) -> None:
     out.assign("told", f"{'i0 * 32' if site.documents else 'i0'}{flag}{last} + (at == before).to(tl.int32) * 4{short}")
     if site.ordered:
         out.assign("wanted", "tl.where((i0 >= first_before) & (i0 < last_before), tiles - 1 - tile, 0)", "0: nobody comes before")
-        if "turn" in rows_told(site):
-            out.assign("turn", "tiles - tile")
+        if adds_apart(site):
+            out.assign("own_turn", "tiles - tile")
     if site.documents:
         row_place(out)
     tell(site, out, rows_told(site))

@@ -194,14 +194,17 @@ def multiplies_beside(site: Site) -> bool:
 
 def publish_ds(site: Site, out: Writer, place: str, beside: Callable[[], None] = lambda: None) -> None:
     """dS^T into shared memory, for all warps. beside: issues what runs meanwhile."""
-    if stored_load(site) and adds_apart(site):
-        out.line("tma.store_wait(0)", "dS of the step before has left its place")
+    apart, stored = adds_apart(site), stored_load(site)
+    if apart and stored:
+        out.line("tma.store_wait(0)", "dS of the step before has left its place, and dK of the tile before that of dQ")
         out.line("barrier()")
     out.line(f"{ds_tile(site, place, 'BLOCK_N')}.store(ds)")
     beside()
     out.line("fence_async_shared()")
-    if frees_early(site):
-        out.line("tma.store_wait(0)", "dK of the tile before has left the place of dQ" if adds_apart(site) else "dQ of the step before has left its place")
+    if apart and not stored:
+        out.line("tma.store_wait(0)", "dK of the tile before has left the place of dQ")
+    elif not apart and frees_early(site):
+        out.line("tma.store_wait(0)", "dQ of the step before has left its place")
     out.line("barrier()")
     store_ds(site, out, [("j0", place)])
 

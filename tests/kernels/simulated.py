@@ -144,6 +144,19 @@ def test_rest_of_ordered(variant, kind, head):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rest_of_gradients_that_leave_while_the_next_tile_begins(ordered):
+    """dK leaves by the place of dQ, and the next tile's first step must await that."""
+    s, p = spec(EVERY["full"]), problem("self", 128, "bfloat16", M=40, N=1400, batch=1, heads=2)
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        for seed in range(6):
+            gluon_simulator.SEED[0] = seed
+            run(s, p).within_budget()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("variant, head", [("full", 64), ("causal", 128), ("window", 64), ("full", 128)])
 def test_rest_of_one_tile(variant, head):
     """One tile of keys in all: the program that takes it learns at once that none is left."""
