@@ -18,6 +18,7 @@ import functools
 
 import torch
 
+from . import differences  # noqa: F401  (registers an op of its own)
 from .codegen import blocks, calls, launch
 from .codegen.layout import output_strides
 from .compat import interpreting

@@ -66,11 +66,20 @@ def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool
                 return True
         elif x.name in PRODUCTS:
             continue
-        elif x.name.startswith(("log", "reciprocal", "div.Tensor")) and _depends_on_inputs(x):
+        elif x.name.startswith(("log", "reciprocal")) and _depends_on_inputs(x) or x.name == "div.Tensor" and not _is_ordinary(x.args[1], constants):
             return True
         elif x.name not in VIEWS and any(isinstance(a, (int, float)) and abs(a) >= -HIDING_FILL for a in x.args):
             return True
     return False
+
+
+def _is_ordinary(divisor: Value | float, constants: Mapping[Value, torch.Tensor]) -> bool:
+    """Does nothing that is divided by this become huge?"""
+    if not isinstance(divisor, Value):
+        return abs(divisor) * -HIDING_FILL > 1
+    if divisor in constants:
+        return bool((constants[divisor].abs() * -HIDING_FILL > 1).all())
+    return not _depends_on_inputs(divisor)
 
 
 def _depends_on_inputs(v: Value) -> bool:

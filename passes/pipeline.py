@@ -22,7 +22,7 @@ from .measure import Clock, measure
 from .normalise import normalise
 from .operands import Operand
 from .softmax import is_rounding
-from .splice import splice, still_read, sweep
+from .splice import differences_read, splice, still_read, sweep, with_differences
 from .values import Refused, Value, ValueGraph, source_line, stack_of
 from .verify import verify as validate
 from .views import VIEWS
@@ -142,6 +142,10 @@ def rewrite(gm: fx.GraphModule, *, dropout_allowed: bool = True, verify: bool = 
         for old, new in replaced[owner].items():
             _same_kind(vg.timeline[old][0][1], new)
             old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+    try:
+        with_differences(gm, vg, list(found.values()))
+    except Exception as error:
+        log.warning("gathers by differences stay as they are", exc_info=error)
     sweep(gm, vg, still_read(vg, _cut(found)), unread)
     gm.graph.lint()
     gm.recompile()
@@ -195,6 +199,8 @@ def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: boo
             lifted = lift(site, vg, record.reached)
             stage = "check"
             problem = check(site, lifted, vg.shape_env, dropout_allowed, device)
+            record.reached += [f"{v.owner.name} is gathered at positions that depend on j - i alone: its gradient is made by matrix products, not by atomic additions"
+                               for v in differences_read(vg, lifted)]
             record.reached.append("sizes, dtypes and device are ones that the kernels take")
             stage = "plan"
             fixed = site.weights is not None and all(isinstance(n, int) for n in (*lifted.extents.values(), *lifted.sizes))

@@ -6,6 +6,7 @@ load of that value at that index. A leaf is never an error; it is only a tensor 
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import sympy
@@ -19,10 +20,10 @@ from .find import has_product_above
 from .held import Held
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, number, quotient, same, size
 from .relative import gathered
-from .rules import RULES, Product
+from .rules import PRODUCTS, RULES, Product
 from .scalars import added, cast_simplified, is_bit, is_exact, kind_of, rounded, simplified
 from .values import Refused, Value
-from .views import step_through, within
+from .views import VIEWS, step_through, within
 
 
 @dataclass
@@ -231,15 +232,24 @@ class Puller:
     def _keeps_whole(self, v: Value, e: Expr) -> bool:
         """Do not move float arithmetic on tensors into the kernel when reading its result is no dearer.
 
-        Conditions on indices, or broadcasts that only the kernel can avoid, are worth moving; `16 * sigmoid(table)` is not.
+        Conditions on indices, or broadcasts that only the kernel can avoid, are worth moving; `16 * sigmoid(table)` is not. Of tensors with an element
+        for every pair it is dear only where nothing else makes them anew: `bias * scale` of a parameter, unless there are gradients: dS is that of a
+        sum or product that is read, and what is worked out in the kernel needs a pass over all pairs of its own.
         """
-        if QK in e.leaves or not isinstance(e, Call):
+        if QK in e.leaves or not isinstance(e, Call) or _names_positions(e):
             return False
         loads = e.loads
-        if not loads or any(isinstance(leaf, Var) for leaf in e.leaves) or any(load.kind != FLOAT for load in loads):
+        if not loads or any(load.kind != FLOAT for load in loads):
             return False
-        return any(all(same(size(a), size(b)) for a, b in zip(self.loads[load.name].shape[::-1], v.shape[::-1]))
-                   and len(self.loads[load.name].shape) >= len([s for s in v.shape if not same(size(s), 1)]) for load in loads)
+        read = [self.loads[load.name] for load in loads]
+        if not any(load.variables for load in loads):
+            return any(all(same(size(a), size(b)) for a, b in zip(t.shape[::-1], v.shape[::-1]))
+                       and len(t.shape) >= len([s for s in v.shape if not same(size(s), 1)]) for t in read)
+        if not all({"i", "j"} <= load.variables or not load.variables for load in loads) or not (self.held is None or self.held.can(v)):
+            return False
+        pairs = [t for t, load in zip(read, loads) if load.variables]
+        fits = all(same(_count(t), _count(v)) for t in pairs) and v.dtype.itemsize <= max(t.dtype.itemsize for t in pairs)
+        return fits and (all(map(_is_computed, pairs)) or self.grad and any(t.reaches_parameters(through_stops=False) for t in pairs))
 
     def _split(self, x: Index, split: SplitAxis) -> Index:
         """The index with i or j (or a part of it) as quotient and remainder: a mask may be told by the block of a key, `mask[i // 64, j // 64]`."""
@@ -310,6 +320,20 @@ class Puller:
         if op in ("add", "sub", "mul", "truediv") and result == FLOAT:
             self.dtypes[e] = torch.promote_types(dtype, self.dtypes.get(e, dtype))
         return e
+
+
+def _names_positions(e: Expr) -> bool:
+    """Does it compute with positions or sizes, but to read tensors?"""
+    return isinstance(e, Var) or isinstance(e, Call) and any(map(_names_positions, e.args))
+
+
+def _count(v: Value) -> Size:
+    return math.prod(size(s) for s in v.shape)
+
+
+def _is_computed(v: Value) -> bool:
+    """By something that what follows is computed along with."""
+    return v.op is not None and (_is_computed(v.args[0]) if v.name in VIEWS else v.name not in PRODUCTS)
 
 
 def gradient_ends(v: Value) -> Refused:

@@ -41,8 +41,10 @@ def gathered(p: Puller, v: Value, x: Index) -> Expr | None:
     before -> after: table[bucket(j - i)][i, j, h] -> rel[h, minimum(maximum(j - i + M - 1, ends[0]), ends[1])], where
                      rel = table[bucket(arange(-(M - 1), N))].permute(1, 0)
     """
-    found = _one_gather(v)
     rows, keys = p.extents.get("i"), p.extents.get("j")
+    if v.name == "gather.default":
+        _differs(p, v, x)
+    found = _one_gather(v)
     if found is None or p.held is None or None in (rows, keys) or same(rows, 1) or same(keys, 1):
         return None
     source, dim, picks = found
@@ -61,6 +63,28 @@ def gathered(p: Puller, v: Value, x: Index) -> Expr | None:
         return None
     short, ends = known[key]
     return p.load(short, [*(p.expr(a) for a in rest), DIFFERENCE if ends is None else _clamped(p, ends)])
+
+
+def _differs(p: Puller, v: Value, x: Index) -> None:
+    """Note a gather along the keys, row by row, whose positions depend on j - i alone and which is differentiated (`ValueGraph.differences`).
+
+    Of 16 bits: float32 is added atomically by the memory itself, as fast up to 1000 keys (H200, `flashfx/differences.py`).
+
+    before -> after: torch.gather(source, -1, bucket(j - i)) -> flashfx::gather_by_difference(source, bucket(arange(-(M - 1), N)), N)
+    """
+    source, dim, picks = v.args[:3]
+    axes = [a.single for a in x[-2:]]
+    if p.held is None or v in p.held.vg.differences or not (p.grad and v.grad) or sorted(map(str, axes)) != ["i", "j"] or dim % len(v.shape) != len(v.shape) - 1:
+        return
+    whole = all(same(size(s), p.extents[name]) for s, name in zip(v.shape[-2:], axes)) and all(same(size(a), size(b)) for a, b in zip(source.shape[:-1], v.shape[:-1]))
+    if not whole or any(same(p.extents[name], 1) for name in axes) or source.dtype not in (torch.float16, torch.bfloat16) or not source.reaches_parameters(through_stops=False):
+        return
+    lines = _Lines(p, v)
+    line = lines.of(picks, x)
+    if line is None or not lines.is_line(line):
+        return
+    p.held.vg.differences[v] = source, line if axes[0] == "i" else lines.make(aten.flip.default, line, [0])
+    p.held.vg.forget_users()
 
 
 def _clamped(p: Puller, ends: Value) -> Expr:

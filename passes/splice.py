@@ -6,6 +6,7 @@ before -> after:
 """
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from .index import same, size
 from .lift import Lifted
 from .rules import PRODUCTS
 from .softmax import softmax_of
-from .values import Refused, Value, ValueGraph
+from .values import Refused, Value, ValueGraph, upstream
 from .weights import LogSum
 
 _aten = torch.ops.aten
@@ -198,6 +199,27 @@ def _with_sink(emit: Emitter, op: fx.Node, out: fx.Node, sink: fx.Node, dtype: t
     kept = emit.call(aten.sigmoid.default, emit.call(aten.sub.Tensor, lse, sink))
     scaled = emit.call(aten.mul.Tensor, out, emit.method("unsqueeze", kept, -1))
     return emit.method("to", scaled, dtype)
+
+
+def differences_read(vg: ValueGraph, lifted: Lifted) -> list[Value]:
+    """Of `vg.differences`, those that the site's captured tensors are made of."""
+    inside = lambda v: [] if v in vg.differences or v.name in PRODUCTS else v.inputs
+    return [v for v in dict.fromkeys(v for a in lifted.aux for v in upstream(a.value, inside)) if v in vg.differences] if vg.differences else []
+
+
+def with_differences(gm: fx.GraphModule, vg: ValueGraph, found: list[Lifted]) -> None:
+    """Gathers by differences that the sites' captured tensors are made of, and whose values a node holds, become the op that has a better gradient.
+
+    before -> after: bias = gather(table, -1, buckets) -> bias = flashfx::gather_by_difference(table, line, N)
+    """
+    met = {v for lifted in found for v in differences_read(vg, lifted)}
+    for v, (source, line) in vg.differences.items():
+        node = v.owner
+        if v in met and vg.timeline.get(node, [(0, None)])[0][1] is v:
+            emit = Emitter(gm, vg, node, v.grad)
+            with contextlib.suppress(Refused):  # a size is not at hand: the model's own is as good, and slower
+                new = emit.call(torch.ops.flashfx.gather_by_difference.default, emit.value(source), emit.value(line), emit.size(size(v.shape[-1])))
+                node.replace_all_uses_with(new)
 
 
 def _descendants(vg: ValueGraph, sources: list[Value]) -> set[Value]:

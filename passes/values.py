@@ -128,6 +128,7 @@ class ValueGraph:
     shifted    softmaxes beside a sink that the model shifted by their largest score, which is -inf in a row that is hidden entirely
     changing   Dynamo nodes that change a tensor in place
     relative   what `passes/relative.py` made for what the model gathers: tensors with one element for each j - i, and where they end
+    differences  gathers whose gradient `flashfx::gather_by_difference` has without atomic additions: (its source, its positions)
     mode       the fake mode of the graph's example values
     """
 
@@ -142,6 +143,7 @@ class ValueGraph:
     shifted: set[Value] = field(default_factory=set)
     changing: set[fx.Node] = field(default_factory=set)
     relative: dict[tuple, tuple[Value, Value | None] | None] = field(default_factory=dict)
+    differences: dict[Value, tuple[Value, Value]] = field(default_factory=dict)
     mode: Any = None
 
     @property

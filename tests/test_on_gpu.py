@@ -8,6 +8,8 @@ import torch
 
 import flashfx  # noqa: F401
 
+from .kernels import interpreted_differences as differences
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
@@ -172,3 +174,10 @@ def test_what_is_timed_does_its_work(schedule, direction):
     for _ in range(2):
         microseconds = sum(us for _, us in timing.each(kept, timing.Clock(torch.device("cuda"))))
         assert microseconds * 1e-6 > products / card.matrix_rate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("positions", [differences.scattered, differences.rising, differences.falling])
+def test_the_gradient_of_a_gather_by_difference(positions, dtype):
+    for shape in (*differences.SHAPES, (300, 5000, 900)):
+        differences.check(*shape, positions, dtype, "cuda")

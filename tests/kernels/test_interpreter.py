@@ -22,3 +22,7 @@ def in_a_process(file: str, group: str, marked: str) -> None:
 @pytest.mark.parametrize("group", ["product", "more", "listed", "split"])
 def test_kernels(group, pytestconfig):
     in_a_process("interpreted.py", group, pytestconfig.getoption("markexpr"))
+
+
+def test_sums_by_difference(pytestconfig):
+    in_a_process("interpreted_differences.py", "gradient", pytestconfig.getoption("markexpr"))
