@@ -6,6 +6,8 @@ from typing import Sequence
 from ..expr import Const, Load
 from ..spec import BLOCK, AttentionSpec
 from . import captured
+from .derivative import partial as derivative
+from .factors import split_factor
 from .parts import Site, count, extent
 from .program import local
 from .reads import averages
@@ -18,7 +20,7 @@ from .schedules.combine import combine_kernel
 from .schedules.forward import forward_kernel
 from .schedules.hopper_dq import finish_kernel, sum_shape, turns_shape
 from .schedules.hopper_keys import goes_together, is_split
-from .schedules.hopper_captured import allocate_stored, stored_load, sum_kernel, sum_stored
+from .schedules.hopper_captured import allocate_stored, finish_stored, stored_load, sum_kernel
 from .writer import Kernel, Writer, wrapped
 
 
@@ -51,6 +53,19 @@ def kernels(site: Site) -> dict[str, Kernel]:
 def _dense_loads(site: Site) -> list[Load]:
     """Loads over rows and keys whose gradient has a kernel of its own."""
     return [load for load in site.loads_over("i", "j") if load != stored_load(site)]
+
+
+def _twins(site: Site) -> dict[Load, tuple[Load, float]]:
+    """Loads over rows and keys whose gradient is that of an earlier one, times a number. before -> after: qk + a[h, i, j] + b[h, i, j] * 2.0 -> b: (a, 2.0)"""
+    found, kinds = {}, {}
+    for load in sorted(site.loads_over("i", "j"), key=lambda load: load != stored_load(site)):
+        rest, factor = split_factor(derivative(site.spec.score, load))
+        if captured.is_relative(load) or factor == 0.0:
+            continue
+        first, its = kinds.setdefault((rest, captured.dims_of(site.spec, load)), (load, factor))
+        if first != load:
+            found[load] = first, factor / its
+    return found
 
 
 def _unpack(site: Site, out: Writer, by_documents: bool) -> None:
@@ -186,8 +201,9 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
             results[0] = _rows(site, found["rows"], out)
         if "keys" in found and not site.one_pass:
             results[1], results[2] = _keys(site, [found[name] for name in ("values", "keys") if name in found], out)
-        for load in _dense_loads(site):
-            _dense(site, load, found, out)
+        twins = _twins(site)
+        for load in sorted(_dense_loads(site), key=lambda load: load in twins):
+            _dense(site, load, found, out, twins.get(load))
         for a, need in zip(spec.aux, site.needs[3:]):
             results.append(_captured(site, a.name, out) if need else "None")
         for text in wrapped("return [", results, "]"):
@@ -241,8 +257,7 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
         rows = f"M * {count(site.other_axes(axes))}" if site.other_axes(axes) else "M"
         out.line(f"together, *_ = long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows} * {row} / 1024)", "batch indices whose tiles start together")
     found["keys"].call(f"(min({site.programs}, {_grid('KEYS', 'BLOCK_N', 'N', axes)[1:-2]}),)", out)
-    if "sum" in found:
-        sum_stored(site, found["sum"], out)
+    finish_stored(site, found.get("sum"), out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
     tiles = f"triton.cdiv(M, {BLOCK}) * {documents.SLOTS}" if site.documents else f"triton.cdiv(M, {hopper.ROWS})"
     found["rows"].call(f"({tiles} * {count(site.axes_of('q'))},)", out)
@@ -256,7 +271,14 @@ def _is_final(site: Site, load: Load) -> bool:
     return names == list(captured.dims_of(site.spec, read)) and sum(x.name == load.name for x in site.loads) == 1
 
 
-def _dense(site: Site, load: Load, found: dict[str, Kernel], out: Writer) -> None:
+def _dense(site: Site, load: Load, found: dict[str, Kernel], out: Writer, twin: tuple[Load, float] | None = None) -> None:
+    if twin is not None:
+        first, factor = twin
+        with out.block(f"if {local(first.name)}.dtype == {local(load.name)}.dtype:"):
+            out.line(f"{buffer(site, load)} = {buffer(site, first)}{f' * {factor!r}' if factor != 1.0 else '.clone()'}", f"gradient of {load}")
+        with out.block("else:"):
+            _dense(site, load, found, out)
+        return
     axes = [a for a in captured.dims_of(site.spec, load) if a not in ("i", "j")]
     kernel, dtype = found[f"dense {buffer(site, load)}"], f"{local(load.name)}.dtype" if _is_final(site, load) else "torch.float32"
     if captured.is_relative(load):

@@ -72,6 +72,16 @@ def _tiled(spec: AttentionSpec, aux) -> list[str]:
     return [a.name for a, t in zip(spec.aux, aux) if t.element_size() == 2 and t.dim() > 1 and describable(t)]
 
 
+def _copied(spec: AttentionSpec, problem: Problem, device, needs, listed: bool, descriptors: bool, aux, tiled: list[str]) -> list[str]:
+    """Of the others the one whose gradient the backward stores if it reads a copy: rows of relative positions that are shifted by views lie at odd strides,
+    and both what is read element by element and a pass over all pairs for the gradient take longer than the copy."""
+    loose = [a.name for a, t in zip(spec.aux, aux) if a.name not in tiled and t.element_size() == 2 and t.dim() > 1 and t.shape[-1] % 8 == 0]
+    if not loose:
+        return []
+    stored = plan.make_plan(spec, problem, gpu.current(device), "backward", descriptors, listed, needs, (*tiled, *loose)).stored
+    return [stored] if stored in loose else []
+
+
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, outer: int = 1, key: tuple | None = None):
     """`launch.forward` on a GPU or in Triton's interpreter. key: as `calls.key` makes one, of the spec, sizes and layout if not given."""
     rows, keys, documents = blocks or (None, None, False)
@@ -129,9 +139,13 @@ def _backward(spec: AttentionSpec, grad_out, q, k, v, aux, sizes, needs, listed:
     """The function of (q, k, v, seed, grad_out, out, lse, grad_lse, row_blocks, key_blocks, *aux) for operands like these."""
     problem = problem_of(spec, q, k, v, sizes)
     empty = not any(needs) or math.prod(problem.extents) * problem.M * problem.N == 0
-    module = None if empty else module_for(spec, problem, q.device, needs, _describable(spec, q, k, v, grad_out), listed, _tiled(spec, aux))
+    described, tiled = _describable(spec, q, k, v, grad_out), _tiled(spec, aux)
+    copied = [] if empty else _copied(spec, problem, q.device, needs, listed, described, aux, tiled)
+    module = None if empty else module_for(spec, problem, q.device, needs, described, listed, tiled + copied)
+    copies = [a.name in copied for a in spec.aux]
 
     def run(q, k, v, seed, grad_out, out, lse, grad_lse, rows, keys, *aux):
+        aux = [t.clone(memory_format=torch.contiguous_format) if copy else t for copy, t in zip(copies, aux)]
         operands = (q, k, v, *aux)
         named = {} if grad_lse is None else {"grad_lse": grad_lse}
         if listed:

@@ -135,7 +135,7 @@ COPIES = 8
 
 
 def storable(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], needs: Sequence[bool]) -> str:
-    """The captured tensor whose gradient is the tile dS itself, so that it can be stored on the way, or ""."""
+    """The captured tensor whose gradient is the tile dS itself, or that times a number, so that it can be stored on the way, or ""."""
     if problem.N % BLOCK:
         return ""
     loads = differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))
@@ -150,8 +150,13 @@ def storable(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], needs:
 
 
 def _is_ds(spec: AttentionSpec, load: Load) -> bool:
-    """Is the gradient of what is read dS as the kernel has it?"""
-    return split_factor(derivative(spec.score, QK))[0] == Const(1.0) and split_factor(derivative(spec.score, load)) == (Const(1.0), 1.0)
+    """Is the gradient of what is read dS as the kernel has it, times a number?"""
+    return all(split_factor(derivative(spec.score, x))[0] == Const(1.0) for x in (QK, load))
+
+
+def _over_ds(site: Site) -> float:
+    """That number. before -> after: (qk + bias[h, i, j]) * 0.125 -> 0.125"""
+    return split_factor(derivative(site.spec.score, stored_load(site)))[1]
 
 
 def _shared(spec: AttentionSpec, load: Load) -> list[str]:
@@ -208,13 +213,21 @@ def sum_kernel(site: Site) -> Kernel | None:
     out.assign("total", "tl.zeros([BLOCK], tl.float32)")
     with out.block("for copy in tl.range(0, copies):"):
         out.assign("total", "total + tl.load(Stored + tl.cast(copy, tl.int64) * elements + n, mask=n < elements, other=0.0).to(tl.float32)")
-    out.line("tl.store(Sum + n, total.to(Sum.dtype.element_ty), mask=n < elements)")
+    factor = _over_ds(site)
+    out.line(f"tl.store(Sum + n, {f'(total * {factor!r})' if factor != 1.0 else 'total'}.to(Sum.dtype.element_ty), mask=n < elements)")
     return kernel
 
 
-def sum_stored(site: Site, kernel: Kernel, out: Writer) -> None:
+def finish_stored(site: Site, kernel: Kernel | None, out: Writer) -> None:
+    """The captured tensor's gradient, of its copies and of dS."""
     stored = stored_load(site)
+    if stored is None:
+        return
     name = buffer(site, stored)
+    if kernel is None:
+        if (factor := _over_ds(site)) != 1.0:
+            out.line(f"{name} *= {factor!r}", f"the score has {stored} times that")
+        return
     shape = ", ".join([*(extent(a) for a in dims_of(site.spec, stored) if a not in ("i", "j")), "M", "N"])
     out.line(f"sum_{name} = torch.empty(({shape}), dtype={local(stored.name)}.dtype, device=q.device)")
     kernel.call(f'(triton.cdiv(sum_{name}.numel(), SUM["BLOCK"]),)', out)

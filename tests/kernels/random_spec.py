@@ -18,6 +18,7 @@ STEPS = {
     "heat": ("{} / (1.5 + heat[b, i] * heat[b, i])", {"heat": "float[2]"}),
     "column": ("{} + weight[h, j]", {"weight": "float[2]"}),
     "far": ("where(i - j > 40, {} * 0.5, {})", {}),
+    "scaled": ("{} * 0.7", {}),
 }
 MASKS = [text for text in FAMILIES.values() if "bias" not in text and "importance" not in text and text not in ("True", "i < 0")]
 AXES = [("b, h", "b, h"), ("b, h", "b, h"), ("b, h", "b"), ("b, h, g", "b, h"), ("b, h", "h")]

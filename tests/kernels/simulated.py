@@ -5,6 +5,7 @@ import itertools
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,12 +66,25 @@ def test_cases_of_random_specs(seed):
 
 
 @pytest.mark.parametrize("variant, kind, head, length", thinned([("bias", "self", 64, 328), ("bias", "gqa", 128, 256), ("padded_bias", "self", 128, 256),
-                                                         ("shared_bias", "gqa", 64, 256), ("transposed_bias", "cross", 80, 328)], 2))
+                                                         ("shared_bias", "gqa", 64, 256), ("transposed_bias", "cross", 80, 328), ("scaled_bias", "self", 128, 256),
+                                                         ("scaled_shared_bias", "gqa", 64, 328), ("scaled_bias", "gqa", 80, 328), ("two_biases", "self", 64, 256)], 2))
 def test_rest_of_captured_tensors_by_tma(variant, kind, head, length):
     check(variant, kind, "bfloat16", head, length)
 
 
 LISTED = [name for name in EVERY if spec(EVERY[name]).is_data_masked] + ["global"]
+
+
+@pytest.mark.parametrize("variant, width, stored", [("bias", 257, True), ("scaled_bias", 511, True), ("additive_mask", 257, True), ("bias", 256, True), ("alibi", 257, False)])
+def test_rest_of_rows_at_odd_strides(variant, width, stored):
+    """As views leave them that shift rows by one another: the backward reads a copy, and stores the gradient."""
+    s, p = spec(EVERY[variant], "self"), problem("self", 64, "bfloat16", M=256, batch=1)
+    q, k, v, aux, seed, sizes = inputs(s, p)
+    if stored:
+        aux = [torch.empty(*aux[0].shape[:-1], width, dtype=aux[0].dtype)[..., : p.N].copy_(aux[0])]
+    check(variant, "self", "bfloat16", 64, 256, operands=(q, k, v, aux, seed, sizes))
+    texts = [Path(module.__file__).read_text() for module in triton_host._MODULES.values()]
+    assert any("Captured_tiles" in text for text in texts) == stored
 
 
 @pytest.mark.parametrize("variant, head", thinned([(v, (64, 128)[n % 2]) for n, v in enumerate(LISTED)] + [("documents", 128), ("documents", 80)], 3))
