@@ -121,3 +121,21 @@ def test_a_scaled_parameter_is_read_scaled_where_it_has_a_gradient(trained, scor
     def f(q, k, v):
         return (q @ k.mT + bias * 0.5).softmax(-1) @ v
     assert str(flashfx.explain(f, q, k, v)[0].spec.score) == score
+
+
+def shifted(x):
+    """Row i moved i places to the left, by views: Dai et al., Transformer-XL (arXiv:1901.02860), appendix B."""
+    *lead, rows, places = x.shape
+    return torch.nn.functional.pad(x, (1, 0)).view(*lead, places + 1, rows)[..., 1:, :].reshape(x.shape)
+
+
+@pytest.mark.parametrize("scaled_before", [True, False])
+def test_rows_that_views_shift(scaled_before):
+    """What the model scales lies as a kernel reads it best; where it adds first, the backward's own copy does."""
+    def f(q, k, v, positions):
+        by_position = shifted(q @ positions.mT)[..., :k.shape[-2]]
+        return ((q @ k.mT) * 0.25 + by_position * 0.25 if scaled_before else (q @ k.mT + by_position) * 0.25).softmax(-1) @ v
+    q, k, v, _ = operands(24, 24)
+    seen = agree(f, q, k, v, torch.randn(3, 47, 8, dtype=torch.bfloat16, requires_grad=True))
+    assert str(seen.regions[0].spec.score) == ("qk * 0.25 + bias[b, h, i, j]" if scaled_before else "(qk + bias[b, h, i, j]) * 0.25")
+    assert seen.regions[0].captured[0].endswith("[2, 3, 24, 24]" if scaled_before else "[2, 3, 24, 47]")
