@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
-from typing import Mapping
+from typing import Mapping, Sequence
 
 import torch
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..expr import FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute
 from ..reference import evaluate
@@ -139,12 +141,60 @@ def differentiable_loads(spec: AttentionSpec, needs: Mapping[str, bool]) -> list
     return [load for load in spec.score.loads if load.kind == FLOAT and needs.get(load.name, False)]
 
 
-def accumulate(spec: AttentionSpec, load: Load, dense: torch.Tensor, into: torch.Tensor, env: Mapping, tensors: Mapping) -> None:
+@functools.lru_cache(maxsize=1024)
+def _order(index: tuple[Expr, ...], name: str, extents: tuple[int, ...], n: int) -> str:
+    """How 0 <= name < n runs through the places of dims with these extents: "once" in their order, in "runs" of each, through all in "turns", or ""."""
+    places = math.prod(extents)
+    if places == 0 or n % places:
+        return ""
+    with _disable_current_modes():  # the call may be recorded, and these are no steps of it
+        all_ = torch.arange(n)
+        place = torch.zeros_like(all_)
+        for a, extent in zip(index, extents):
+            place = place * extent + evaluate(a, {name: all_}, {}, None, torch.float64)
+        found = {"once": all_ if n == places else None, "runs": all_ // (n // places), "turns": all_ % places}
+        return next((kind for kind, wanted in found.items() if wanted is not None and torch.equal(place, wanted)), "")
+
+
+def gathered_up(spec: AttentionSpec, load: Load, dense: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """`dense`, of all indices, summed up in the shape of what `load` reads of a tensor of `shape`, where each index depends on one variable alone and goes evenly
+    through the places: decomposed relative positions, `rel[b, i // 56, i % 56, j // 14]`. None elsewhere."""
+    order = [*spec.axes, "i", "j"]
+    dims = {name: [d for d, a in enumerate(load.index) if name in a.variables] for name in order}
+    if any(len(a.variables) > 1 or not a.variables <= {*order} or not a.variables and not isinstance(a, Const) for a in load.index):
+        return None
+    taken: list[int] = []
+    for at in reversed(range(len(order))):
+        name, n = order[at], dense.shape[at]
+        extents = tuple(shape[d] for d in dims[name])
+        if not extents:
+            if n != 1:
+                return None
+            dense = dense.squeeze(at)
+            continue
+        kind = _order(tuple(load.index[d] for d in dims[name]), name, extents, n)
+        places = math.prod(extents)
+        if not kind:
+            return None
+        if kind == "runs":
+            dense = dense.unflatten(at, (places, n // places)).sum(at + 1)
+        elif kind == "turns":
+            dense = dense.unflatten(at, (n // places, places)).sum(at)
+        dense = dense.unflatten(at, extents)
+        taken = dims[name] + taken
+    return dense.permute([taken.index(d) for d in sorted(taken)])
+
+
+def accumulate(spec: AttentionSpec, load: Load, dense: torch.Tensor, into: torch.Tensor, env: Mapping, tensors: Mapping, whole: bool = False) -> None:
     """Add `dense` to `into`, the gradient of the tensor that `load` reads. Deterministic: no floating-point atomics.
 
     dense  rank len(axes) + 2, extent 1 along the indices on which the load does not depend
     env    index tensors of the same rank (`reference.index_grid`), possibly of a tile
+    whole  are these all indices?
     """
+    if whole and dense.numel() and (summed := gathered_up(spec, load, dense, into.shape)) is not None:
+        into[tuple(a.value if isinstance(a, Const) else slice(None) for a in load.index)] += summed.to(into.dtype)
+        return
     if dense.numel() == 0:
         return
     if is_plain(spec, load):

@@ -333,5 +333,6 @@ def _accumulated(site: Site, tensor: str, name: str, source: str, out: Writer) -
             number = spec.score.loads.index(load)
             text = f"SPEC.score.loads[{number}]"
             for text in wrapped("accumulate(", ["SPEC", text if read == load else f"on_line({text})", f"{value}.reshape({shape})", name,
-                                                grid, f"dict(zip({[a.name for a in spec.aux]!r}, aux))"], ")"):
+                                                grid, f"dict(zip({[a.name for a in spec.aux]!r}, aux))",
+                                                *(["whole=True"] if read == load and not captured.is_relative(load) else [])], ")"):
                 out.line(text)

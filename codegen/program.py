@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import keyword
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Iterable
@@ -260,4 +261,9 @@ def tanh(x):
 def helpers(text: str, exact: bool, native: bool = False) -> list[str]:
     """Definitions of the helper functions that `text` calls. exact: float32 operands, where 2e-7 would show; native: the card has a tanh."""
     table = HELPERS if exact else HELPERS | {"tanh": NATIVE_TANH if native else FAST_TANH}
-    return [definition for name, definition in table.items() if f"{name}(" in text.replace(f"tl.{name}(", "")]
+    return [definition for name, definition in table.items() if calls(text, name)]
+
+
+def calls(text: str, name: str) -> bool:
+    """Does a text call the function of this name? `tl.tanh(` is another, and so is `accumulate(` for `late`."""
+    return re.search(rf"(?<![\w.]){name}\(", text) is not None

@@ -10,6 +10,7 @@ from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import inputs
 from flashfx.expr import Load, parse
 from flashfx.reference import evaluate, index_grid
+from flashfx.spec import AttentionSpec
 
 from .cases import MORE, problem, spec
 
@@ -103,3 +104,22 @@ def test_other_differences_have_the_kernel_of_all_diagonals(card, index):
     source = render.render(s, make_plan(s, p, BY_NAME[card], "forward"), p, (True,) * 4).text
     compile(source, "kernels", "exec")
     assert source.count("def attention_backward_") > 2  # keys, rows and the sums along diagonals
+
+
+@pytest.mark.parametrize("index, shape, evenly", [
+    ("b, 0, i // 4, i % 4, j // 3, 0", (2, 1, 5, 4, 6, 1), True), ("b, 0, i // 4, i % 4, j % 6, 0", (2, 1, 5, 4, 6, 1), True), ("j % 6, b, i", (6, 2, 20), True),
+    ("h, i // 4, j // 3", (3, 5, 6), True), ("h, i // 4, j // 3", (3, 5, 7), False), ("h, i // 4, (i + j) % 3", (3, 5, 3), False), ("i % 4, h, i // 4, j", (4, 3, 5, 18), False)])
+def test_sums_of_what_is_read_evenly(index, shape, evenly):
+    """Decomposed relative positions, of an image's rows and columns: their gradients are sums, not scattered element by element."""
+    text = f"attention[b, h, i, j]\n  given rel: float[{len(shape)}]\n  qk = q[b, h, i] . k[b, h, j]\n  score = qk + rel[{index}]\n  out = softmax_j(score) . v[b, h, j]"
+    s, M, N = AttentionSpec.parse(text), 20, 18
+    load, = s.score.loads
+    extents = {"b": 2, "h": 3, "i": M, "j": N}
+    dense = torch.randn([extents[n] if n in load.variables else 1 for n in "bhij"], dtype=torch.float64)
+    env = index_grid(s, (2, 3), M, N, "cpu")
+    env = {n: x if n in load.variables or not isinstance(x, torch.Tensor) else x[:1] for n, x in env.items()}
+    found, wanted = torch.zeros(2, *shape, dtype=torch.float64)
+    captured.accumulate(s, load, dense, found, env, {}, whole=True)
+    captured.accumulate(s, load, dense, wanted, env, {})
+    torch.testing.assert_close(found, wanted)
+    assert wanted.any() and (captured.gathered_up(s, load, dense, shape) is not None) == evenly
