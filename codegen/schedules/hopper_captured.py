@@ -10,7 +10,7 @@ from typing import Sequence
 
 from ...expr import FLOAT, INT, QK, Const, Load, Var
 from ...region import Problem
-from ...spec import BLOCK, AttentionSpec
+from ...spec import AttentionSpec
 from ..captured import differentiable_loads, dims_of
 from ..derivative import partial as derivative
 from ..factors import split_factor
@@ -136,7 +136,7 @@ COPIES = 8
 
 def storable(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], needs: Sequence[bool]) -> str:
     """The captured tensor whose gradient is the tile dS itself, or that times a number, so that it can be stored on the way, or ""."""
-    if problem.N % BLOCK:
+    if problem.N % 8:  # rows of dS are as long, and TMA stores such as are multiples of 16 bytes
         return ""
     loads = differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))
     for load in candidates(spec):

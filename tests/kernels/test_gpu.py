@@ -108,7 +108,7 @@ def test_cases_warp_specialised(variant, kind, dtype, head, length):
 @pytest.mark.parametrize("head, length", [(64, 1024), (128, 1024), (80, 1024), (128, 328), (64, 321)])
 @pytest.mark.parametrize("variant, kind", [("bias", "self"), ("bias", "gqa"), ("additive_mask", "self"), ("padded_bias", "self"), ("shared_bias", "self"), ("shared_bias", "gqa"), ("transposed_bias", "cross")])
 def test_gradients_of_captured_tensors_warp_specialised(variant, kind, head, length):
-    """Read and stored by TMA where lengths allow it (1024), read by it (328), and neither (321: rows are not aligned to 16 bytes)."""
+    """Read and stored by TMA where lengths allow it (1024, 328), and neither (321: rows are not aligned to 16 bytes)."""
     s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=length)
     with overridden(schedule="hopper"):
         plan = make_plan(s, p, gpu.current("cuda"), "backward")
