@@ -33,6 +33,7 @@ MORE = {
     "scaled_bias": Variant(("bias: float[4]",), score="(qk + bias[b, h, i, j]) * 0.15", where="j <= i"),
     "scaled_shared_bias": Variant(("bias: float[4]",), score="(qk + bias[0, h, i, j]) * 0.15"),
     "two_biases": Variant(("bias: float[4]", "near: float[4]"), score="(qk + bias[b, h, i, j]) * 0.15 + near[b, h, i, j]"),
+    "two_shared_biases": Variant(("bias: float[4]", "near: float[3]"), score="qk * 0.125 + bias[0, h, i, j] + near[h, i, j] * 3.0", where="j <= i"),
     "decomposed": Variant(("rel: float[4]", "across: float[4]"), score="qk * 0.125 + rel[b, h, i, j // 8] + across[b, h, i, j % 8]"),
     "additive_mask": Variant(("bias: float[4]",), score="qk * 0.125 + bias[b, h, i, j]", where="bias[b, h, i, j] > (-1.5)",
                              empty="mean, additive over bias[b, h, i, j] > (-2.5)"),

@@ -67,7 +67,8 @@ def test_cases_of_random_specs(seed):
 
 @pytest.mark.parametrize("variant, kind, head, length", thinned([("bias", "self", 64, 328), ("bias", "gqa", 128, 256), ("padded_bias", "self", 128, 256),
                                                          ("shared_bias", "gqa", 64, 256), ("transposed_bias", "cross", 80, 328), ("scaled_bias", "self", 128, 256),
-                                                         ("scaled_shared_bias", "gqa", 64, 328), ("scaled_bias", "gqa", 80, 328), ("two_biases", "self", 64, 256)], 2))
+                                                         ("scaled_shared_bias", "gqa", 64, 328), ("scaled_bias", "gqa", 80, 328), ("two_biases", "self", 64, 256),
+                                                         ("two_shared_biases", "gqa", 64, 328)], 2))
 def test_rest_of_captured_tensors_by_tma(variant, kind, head, length):
     check(variant, kind, "bfloat16", head, length)
 
