@@ -99,6 +99,14 @@ def mask(w: Writer, s: str, f: Frame, fill: str) -> str:
     return w.pick(*ways)()
 
 
+def _differing(w: Writer, f: Frame, i: str, j: str, of_rows: bool) -> str:
+    """Relative positions of each row, or of each column: gathered at what their distance says."""
+    rows, columns = (f.M, f.N) if of_rows else (f.N, f.M)
+    at = f"(({i} - {j}).clamp(-3, 3) + 3){'' if of_rows else '.mT'}"
+    gathered = f"torch.gather({w.tensor('table', *f.sizes, rows, 7)}, -1, {at}.expand({', '.join(map(str, (*f.sizes, rows, columns)))}))"
+    return gathered if of_rows else f"{gathered}.mT"
+
+
 def term(w: Writer, s: str, f: Frame) -> str:
     """A line that adds a bias, or changes the scores by a score function; the name that then holds them."""
     i, j = _rows(w), _columns(w)
@@ -119,6 +127,8 @@ def term(w: Writer, s: str, f: Frame) -> str:
             lambda: f"{s} - {f.lifted(w.tensor('slopes', size), [name], False, False)} * ({i} - {j}).abs()" if f.rank > 1 else f"{s} * 0.75",
             lambda: f"{s} + {w.tensor('table', size, 7)}[:, ({i} - {j}).clamp(-3, 3) + 3]",
             lambda: f"{s} + {w.tensor('bias', *f.sizes, f.M, f.N)}",
+            lambda: f"{s} + torch.sigmoid({w.tensor('bias', *f.sizes, f.M, f.N)}) * 2.0", lambda: f"({s} + {w.tensor('bias', size, f.M, f.N)}) * 0.5",
+            lambda: f"{s} + 0.5 * {_differing(w, f, i, j, True)}", lambda: f"{s} + ({_differing(w, f, i, j, False)} + {w.tensor('bias', *f.sizes, f.M, f.N)})",
         ]
     out = w.let("s", w.pick(*options)())
     if w.dtype in (torch.float16, torch.bfloat16):  # integers times a number are float32
