@@ -113,14 +113,18 @@ def on_line(load: Load) -> Load:
     return load if line is None else at(load, line.dim, Var("j"))
 
 
-def along_diagonals(tiles: torch.Tensor) -> torch.Tensor:
-    """Sums over the diagonals of matrices: (…, m, n) -> (…, m + n - 1), the one from the lower left corner first.
+def skewed(tiles: torch.Tensor) -> torch.Tensor:
+    """Matrices with diagonals for columns: (…, m, n) -> (…, m, m + n - 1), element j of row i at j - i + m - 1, zeros elsewhere.
 
-    Rows bottom up, each behind n + m places of which m are 0, read as rows of n + m - 1: row r begins r places later.
+    Rows padded to n + m - 1 places are read as rows of n + m: each begins a place further to the left than the one above it.
     """
     m, n = tiles.shape[-2:]
-    skewed = pad(tiles.flip(-2), (0, m)).flatten(-2)
-    return skewed[..., : m * (n + m - 1)].unflatten(-1, (m, n + m - 1)).sum(-2)
+    return pad(pad(tiles, (0, m - 1)).flatten(-2), (m - 1, 1)).unflatten(-1, (m, m + n))[..., :-1]
+
+
+def along_diagonals(tiles: torch.Tensor) -> torch.Tensor:
+    """Sums over the diagonals of matrices: (…, m, n) -> (…, m + n - 1), the one from the lower left corner first."""
+    return skewed(tiles).sum(-2)
 
 
 def differences(env: Mapping) -> dict:
@@ -142,7 +146,7 @@ def differentiable_loads(spec: AttentionSpec, needs: Mapping[str, bool]) -> list
 
 
 @functools.lru_cache(maxsize=1024)
-def _order(index: tuple[Expr, ...], name: str, extents: tuple[int, ...], n: int) -> str:
+def _way_through(index: tuple[Expr, ...], name: str, extents: tuple[int, ...], n: int) -> str:
     """How 0 <= name < n runs through the places of dims with these extents: "once" in their order, in "runs" of each, through all in "turns", or ""."""
     places = math.prod(extents)
     if places == 0 or n % places:
@@ -156,7 +160,7 @@ def _order(index: tuple[Expr, ...], name: str, extents: tuple[int, ...], n: int)
         return next((kind for kind, wanted in found.items() if wanted is not None and torch.equal(place, wanted)), "")
 
 
-def gathered_up(spec: AttentionSpec, load: Load, dense: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+def summed_up(spec: AttentionSpec, load: Load, dense: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
     """`dense`, of all indices, summed up in the shape of what `load` reads of a tensor of `shape`, where each index depends on one variable alone and goes evenly
     through the places: decomposed relative positions, `rel[b, i // 56, i % 56, j // 14]`. None elsewhere."""
     order = [*spec.axes, "i", "j"]
@@ -172,7 +176,7 @@ def gathered_up(spec: AttentionSpec, load: Load, dense: torch.Tensor, shape: Seq
                 return None
             dense = dense.squeeze(at)
             continue
-        kind = _order(tuple(load.index[d] for d in dims[name]), name, extents, n)
+        kind = _way_through(tuple(load.index[d] for d in dims[name]), name, extents, n)
         places = math.prod(extents)
         if not kind:
             return None
@@ -192,7 +196,7 @@ def accumulate(spec: AttentionSpec, load: Load, dense: torch.Tensor, into: torch
     env    index tensors of the same rank (`reference.index_grid`), possibly of a tile
     whole  are these all indices?
     """
-    if whole and dense.numel() and (summed := gathered_up(spec, load, dense, into.shape)) is not None:
+    if whole and dense.numel() and (summed := summed_up(spec, load, dense, into.shape)) is not None:
         into[tuple(a.value if isinstance(a, Const) else slice(None) for a in load.index)] += summed.to(into.dtype)
         return
     if dense.numel() == 0:

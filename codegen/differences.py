@@ -10,7 +10,7 @@ CHUNK = 4096
 
 
 @triton.jit
-def extents(Positions, First, Last, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def occurrences(Positions, First, Last, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """The first and the last t whose position lies in a tile, w0 <= Positions[t] < w0 + BLOCK; count and -1 where none does."""
     w0 = tl.program_id(0) * BLOCK
     first, last = count, -1
@@ -89,7 +89,7 @@ def gradient(grad: torch.Tensor, positions: torch.Tensor, width: int) -> torch.T
         return out.zero_()
     tiles, count = triton.cdiv(width, BLOCK), rows + columns - 1
     first, last = torch.empty((2, tiles), dtype=torch.int32, device=grad.device)
-    extents[(tiles,)](positions, first, last, count, BLOCK=BLOCK, CHUNK=min(CHUNK, triton.next_power_of_2(count)))
+    occurrences[(tiles,)](positions, first, last, count, BLOCK=BLOCK, CHUNK=min(CHUNK, triton.next_power_of_2(count)))
     programs = out.numel() // (rows * width) * triton.cdiv(rows, BLOCK) * tiles
     sum_by_position[(programs,)](contiguous(grad.reshape(-1, rows, columns)), positions, first, last, out, rows, columns, width, BLOCK=BLOCK, num_warps=8)
     return out

@@ -11,7 +11,7 @@ from typing import Iterable, Mapping, Sequence
 
 from .named import HANDED, NAMED, TURNS
 from .philox import ROUNDS
-from .program import HELPERS, NATIVE_TANH, calls
+from .program import HELPERS, NATIVE_TANH, is_called
 from .running import RUNNING
 from .tickets import TICKETS
 from .within import WITHIN
@@ -298,9 +298,9 @@ CALLED = {"random_bits": KEEP_TILE, "apart": APART, "marked_by_keep": MARK, "lat
 def helpers(text: str) -> list[str]:
     """Definitions of the helper functions that Gluon text calls."""
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
-    found = [in_gluon(definition) for name, definition in table.items() if calls(text, f"gluon_{name}")]
-    found += [definition for name, definition in CALLED.items() if calls(text, name)]
-    return [NAMED, *found] if any(calls(definition, "named_barrier") for definition in found) else found
+    found = [in_gluon(definition) for name, definition in table.items() if is_called(text, f"gluon_{name}")]
+    found += [definition for name, definition in CALLED.items() if is_called(text, name)]
+    return [NAMED, *found] if any(is_called(definition, "named_barrier") for definition in found) else found
 
 
 def words_of(text: str) -> set[str]:

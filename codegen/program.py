@@ -261,9 +261,9 @@ def tanh(x):
 def helpers(text: str, exact: bool, native: bool = False) -> list[str]:
     """Definitions of the helper functions that `text` calls. exact: float32 operands, where 2e-7 would show; native: the card has a tanh."""
     table = HELPERS if exact else HELPERS | {"tanh": NATIVE_TANH if native else FAST_TANH}
-    return [definition for name, definition in table.items() if calls(text, name)]
+    return [definition for name, definition in table.items() if is_called(text, name)]
 
 
-def calls(text: str, name: str) -> bool:
-    """Does a text call the function of this name? `tl.tanh(` is another, and so is `accumulate(` for `late`."""
+def is_called(text: str, name: str) -> bool:
+    """Is the function of this name called in a text? `tl.tanh(` is another, and so is `accumulate(` for `late`."""
     return re.search(rf"(?<![\w.]){name}\(", text) is not None

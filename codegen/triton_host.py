@@ -73,8 +73,8 @@ def _tiled(spec: AttentionSpec, aux) -> list[str]:
 
 
 def _copied(spec: AttentionSpec, problem: Problem, device, needs, listed: bool, descriptors: bool, aux, tiled: list[str]) -> list[str]:
-    """Of the others the one whose gradient the backward stores if it reads a copy: rows of relative positions that are shifted by views lie at odd strides,
-    and both what is read element by element and a pass over all pairs for the gradient take longer than the copy."""
+    """Which captured tensor the backward reads a copy of, since TMA cannot read it as it lies and could then store its gradient on the way. Rows of relative
+    positions that views shift lie so; elements read one by one, and a pass over all pairs for the gradient, take longer than the copy."""
     loose = [a.name for a, t in zip(spec.aux, aux) if a.name not in tiled and t.element_size() == 2 and t.dim() > 1 and t.shape[-1] % 8 == 0]
     if not loose:
         return []

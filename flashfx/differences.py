@@ -34,19 +34,10 @@ def gather_by_difference_backward(grad: torch.Tensor, positions: torch.Tensor, w
         from .codegen.differences import gradient
         with torch.cuda.device_of(grad):
             return gradient(grad, positions, width)
+    from .codegen.captured import skewed
     one_hot = positions[:, None] == torch.arange(width, device=grad.device)
     sums = torch.promote_types(grad.dtype, torch.float32)
     return (skewed(grad).to(sums) @ one_hot.to(sums)).to(grad.dtype)
-
-
-def skewed(grad: torch.Tensor) -> torch.Tensor:
-    """(..., rows, columns) -> (..., rows, rows + columns - 1): element c of row r at c - r + rows - 1, zeros elsewhere.
-
-    A row moves one place to the left of the one above it if rows are one shorter in memory.
-    """
-    rows, columns = grad.shape[-2:]
-    flat = torch.nn.functional.pad(grad, (0, rows - 1)).flatten(-2)
-    return torch.nn.functional.pad(flat, (rows - 1, 1)).unflatten(-1, (rows, rows + columns))[..., :-1]
 
 
 _library.impl("gather_by_difference", gather_by_difference, "CompositeExplicitAutograd")

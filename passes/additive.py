@@ -66,7 +66,7 @@ def _could_hold_fills(v: Value, constants: Mapping[Value, torch.Tensor]) -> bool
                 return True
         elif x.name in PRODUCTS:
             continue
-        elif x.name.startswith(("log", "reciprocal")) and _depends_on_inputs(x) or x.name == "div.Tensor" and not _is_ordinary(x.args[1], constants):
+        elif x.name.startswith(("log", "reciprocal")) and _depends_on_inputs(x) or x.name.startswith("div.Tensor") and not _is_ordinary(x.args[1], constants):
             return True
         elif x.name not in VIEWS and any(isinstance(a, (int, float)) and abs(a) >= -HIDING_FILL for a in x.args):
             return True

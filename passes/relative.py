@@ -43,7 +43,7 @@ def gathered(p: Puller, v: Value, x: Index) -> Expr | None:
     """
     rows, keys = p.extents.get("i"), p.extents.get("j")
     if v.name == "gather.default":
-        _differs(p, v, x)
+        _note_difference(p, v, x)
     found = _one_gather(v)
     if found is None or p.held is None or None in (rows, keys) or same(rows, 1) or same(keys, 1):
         return None
@@ -65,7 +65,7 @@ def gathered(p: Puller, v: Value, x: Index) -> Expr | None:
     return p.load(short, [*(p.expr(a) for a in rest), DIFFERENCE if ends is None else _clamped(p, ends)])
 
 
-def _differs(p: Puller, v: Value, x: Index) -> None:
+def _note_difference(p: Puller, v: Value, x: Index) -> None:
     """Note a gather along the keys, row by row, whose positions depend on j - i alone and which is differentiated (`ValueGraph.differences`).
 
     Of 16 bits: float32 is added atomically by the memory itself, as fast up to 1000 keys (H200, `flashfx/differences.py`).

@@ -16,20 +16,14 @@ from .test_relative import both_ways, clipped, logarithmic
 WIDTH = 12
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def operands(M=21, N=21, dtype=torch.bfloat16, requires_grad=True):
     torch.manual_seed(N)
     return [torch.randn(*shape, dtype=dtype, requires_grad=requires_grad) for shape in ((2, 3, M, 8), (2, 3, N, 8), (2, 3, N, 8), (3, WIDTH, 8))]
 
 
 def disentangled(bucket, own=lambda at, q: at.expand(*q.shape[:-1], at.shape[-1])):
-    """He et al., DeBERTa (arXiv:2006.03654), section 3.1: content to position and position to content."""
+    """He et al., DeBERTa (arXiv:2006.03654), section 3.1: content to position and position to content. Where lengths agree the second is looked up at
+    its own row's distance, as transformers does it; else at the query's."""
     def f(q, k, v, table):
         i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
         c2p = torch.gather(q @ table.mT, -1, own(bucket(i - j), q))

@@ -122,4 +122,4 @@ def test_sums_of_what_is_read_evenly(index, shape, evenly):
     captured.accumulate(s, load, dense, found, env, {}, whole=True)
     captured.accumulate(s, load, dense, wanted, env, {})
     torch.testing.assert_close(found, wanted)
-    assert wanted.any() and (captured.gathered_up(s, load, dense, shape) is not None) == evenly
+    assert wanted.any() and (captured.summed_up(s, load, dense, shape) is not None) == evenly

@@ -9,7 +9,7 @@ import pytest
 
 from flashfx.codegen import gluon, render
 from flashfx.codegen.plan import make_plan
-from flashfx.codegen.program import calls
+from flashfx.codegen.program import is_called
 
 from ..thinning import thinned
 from .cases import CORE, KINDS, MORE, problem, spec
@@ -48,6 +48,6 @@ def test_names_are_defined(variant, kind, card):
 
 
 def test_a_call_is_of_that_name_alone():
-    assert calls("x = late(n, 0)", "late") and calls("-late(n)", "late")
-    assert not calls("accumulate(n)", "late") and not calls("tl.tanh(x)", "tanh") and not calls("gluon_tanh(x)", "tanh")
+    assert is_called("x = late(n, 0)", "late") and is_called("-late(n)", "late")
+    assert not is_called("accumulate(n)", "late") and not is_called("tl.tanh(x)", "tanh") and not is_called("gluon_tanh(x)", "tanh")
     assert gluon.helpers("accumulate(SPEC)") == []
