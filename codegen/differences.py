@@ -5,6 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import compat
+from . import calls
+from .replay import Watched
+
 BLOCK = 64
 CHUNK = 4096
 
@@ -71,25 +75,35 @@ def copy_tile(In, Out, rows, columns, stride_z, stride_r, stride_c, BLOCK: tl.co
     tl.store(Out + (z * rows + r)[:, None] * columns + c[None, :], tile, mask=here)
 
 
-def contiguous(matrices: torch.Tensor) -> torch.Tensor:
-    """(Z, rows, columns) of any strides. PyTorch's own copy of transposed matrices takes six times a plain copy's time (H200, bfloat16, 512 x 512)."""
-    if matrices.is_contiguous():
-        return matrices
+if not compat.interpreting():
+    occurrences, sum_by_position, copy_tile = map(Watched, (occurrences, sum_by_position, copy_tile))
+
+
+def contiguous(grad: torch.Tensor) -> torch.Tensor:
+    """(..., rows, columns) of any strides. PyTorch's own copy of transposed matrices takes six times a plain copy's time (H200, bfloat16, 512 x 512)."""
+    if grad.is_contiguous():
+        return grad
+    matrices, out = grad.reshape(-1, *grad.shape[-2:]), torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     count, rows, columns = matrices.shape
-    out = torch.empty((count, rows, columns), dtype=matrices.dtype, device=matrices.device)
     copy_tile[(count * triton.cdiv(rows, BLOCK) * triton.cdiv(columns, BLOCK),)](matrices, out, rows, columns, *matrices.stride(), BLOCK=BLOCK)
     return out
 
 
-def gradient(grad: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """grad (..., rows, columns) -> (..., rows, width); on a GPU or in Triton's interpreter."""
+def _gradient(grad: torch.Tensor, positions: torch.Tensor, width: int) -> list[torch.Tensor]:
     *lead, rows, columns = grad.shape
     out = torch.empty((*lead, rows, width), dtype=grad.dtype, device=grad.device)
     if out.numel() == 0 or columns == 0:
-        return out.zero_()
+        return [out.zero_()]
     tiles, count = triton.cdiv(width, BLOCK), rows + columns - 1
-    first, last = torch.empty((2, tiles), dtype=torch.int32, device=grad.device)
+    first, last = (torch.empty(tiles, dtype=torch.int32, device=grad.device) for _ in range(2))
     occurrences[(tiles,)](positions, first, last, count, BLOCK=BLOCK, CHUNK=min(CHUNK, triton.next_power_of_2(count)))
     programs = out.numel() // (rows * width) * triton.cdiv(rows, BLOCK) * tiles
-    sum_by_position[(programs,)](contiguous(grad.reshape(-1, rows, columns)), positions, first, last, out, rows, columns, width, BLOCK=BLOCK, num_warps=8)
-    return out
+    sum_by_position[(programs,)](contiguous(grad), positions, first, last, out, rows, columns, width, BLOCK=BLOCK, num_warps=8)
+    return [out]
+
+
+def gradient(grad: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    """grad (..., rows, columns) -> (..., rows, width); on a GPU or in Triton's interpreter."""
+    layout = [(t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in (grad, positions)]
+    call = calls.remembered(("gather_by_difference", width, *layout, grad.device), lambda: lambda *operands: _gradient(*operands, width))
+    return call((grad, positions))[0]

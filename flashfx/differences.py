@@ -32,8 +32,7 @@ def gather_by_difference_backward(grad: torch.Tensor, positions: torch.Tensor, w
         if interpreting():
             repair_interpreter()
         from .codegen.differences import gradient
-        with torch.cuda.device_of(grad):
-            return gradient(grad, positions, width)
+        return gradient(grad, positions, width)
     from .codegen.captured import skewed
     one_hot = positions[:, None] == torch.arange(width, device=grad.device)
     sums = torch.promote_types(grad.dtype, torch.float32)

@@ -27,10 +27,11 @@ class Run:
     eager: dict[str, torch.Tensor] = field(default_factory=dict)
     exact: dict[str, torch.Tensor] = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
+    perturbed: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def within_budget(self) -> None:
         for name in self.actual:
-            assert_within(self.actual[name], self.eager[name], self.exact[name], scale=self.scale.get(name), what=name)
+            assert_within(self.actual[name], self.eager[name], self.exact[name], self.scale.get(name), self.perturbed.get(name), name)
 
 
 def cancelling(spec: AttentionSpec, q, k, v, aux, sizes, grad_out, lse) -> dict[str, float]:
@@ -103,6 +104,9 @@ def run(spec: AttentionSpec, problem: Problem, device: str = "cpu", seed: int = 
     grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7)).to(device, v.dtype)
     out, exact = compute(torch.float64)
     eager_out, eager = compute(None)
+    if q.dtype == torch.float32:  # a score of 50 has steps of 4e-6, by which its weight is off
+        nudged = q * (1 + torch.finfo(q.dtype).eps)
+        result.perturbed["out"] = reference(spec, nudged, k, v, aux, sizes, keep, torch.promote_types(q.dtype, v.dtype)).to(v.dtype)
     lists = summary(spec, aux, sizes, q, k) if listed else None
     outer = problem.M % (1 + len(problem.extents))
     result.actual["out"], lse = launch.forward(spec, q, k, v, aux, dropout_seed, sizes, lists, outer)
