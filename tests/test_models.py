@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, CompileConfig
 
 from .thinning import thinned
 from .zoo import entries
@@ -107,6 +108,30 @@ def test_one_graph_serves_other_lengths(name):
         exact = run(copy.deepcopy(model).double(), copy.deepcopy(model).double(), cut, backward=False)
         assert worst(got, expected, exact, [expected])[0] <= 1.0
     assert (backend.before, backend.fused) == (2, 2), "compiled once"
+
+
+@pytest.mark.parametrize("static", (False, True))
+@pytest.mark.parametrize("name", ("gpt2", "llama"))
+def test_generation(name, static):
+    """A prompt padded at the left, then token by token: compiled in place, whose cache grows, or by `generate` itself, with a static cache."""
+    e = entry(name)
+    model = AutoModelForCausalLM.from_config(e.config(0.0), attn_implementation="eager").eval()
+    kwargs = e.inputs(model.config, torch.Generator().manual_seed(0))
+    mask = torch.ones_like(kwargs["input_ids"])
+    mask[0, :5] = 0
+    given = dict(input_ids=kwargs["input_ids"], attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    expected = model.generate(**given)
+    torch._dynamo.reset()
+    backend, named = Compiled("eager"), {}
+    if static:
+        config = CompileConfig(backend=lambda *graph: backend(*graph), mode=None)  # is copied: a function stays itself
+        config._compile_all_devices = True  # not GPUs alone
+        named = {"cache_implementation": "static", "compile_config": config}
+    else:
+        model.compile(backend=backend)
+    assert torch.equal(model.generate(**given, **named), expected)
+    assert [str(r) for r in backend.refusals] == []
+    assert backend.fused == backend.before >= 2
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
