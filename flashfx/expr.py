@@ -44,6 +44,11 @@ class Expr:
         return frozenset().union(*(a.variables for a in self.args_()))
 
     @cached_property
+    def nodes(self) -> int:
+        """How many there are when it is written out, parts that occur twice counted twice."""
+        return 1 + sum(a.nodes for a in self.args_())
+
+    @cached_property
     def loads(self) -> tuple[Load, ...]:
         """Loads below, or the node itself, in a fixed order."""
         found = {load for a in self.args_() for load in a.loads}

@@ -33,6 +33,7 @@ def data(v: Value, vg: ValueGraph) -> torch.Tensor | None:
     """The tensor on the CPU if it is the same in every call, else None."""
     varying: set[Value] = vg.__dict__.setdefault("_varying", set())  # kept for the next question; tensors are not
     known: dict[Value, torch.Tensor | None] = dict.fromkeys(varying)
+    users = vg.users()
     todo = [v]
     while todo:
         x = todo[-1]
@@ -48,6 +49,9 @@ def data(v: Value, vg: ValueGraph) -> torch.Tensor | None:
                 todo.append(missing[0])
         else:
             known[x] = None if any(known[y] is None for y in x.inputs) else _computed(x, known)
+            for y in x.inputs:  # of a mask that a loop fills row by row every state is a tensor
+                if known.get(y) is not None and y is not v and all(u in known for u in users[y]):
+                    del known[y]
     varying.update(x for x, found in known.items() if found is None)
     return known[v]
 

@@ -201,20 +201,31 @@ def _subsets(fills: Sequence[Fill]) -> Iterator[tuple[Fill, ...]]:
 
 # ---------------------------------------------------------------------------------------------------- normal form
 
-def normal_condition(e: Expr, puller: Puller) -> Expr:
-    """One text per meaning: integer comparisons solved for j (else i), trivial ones decided, conjuncts sorted."""
+def normal_condition(e: Expr, puller: Puller, known: dict[Expr, Expr] | None = None) -> Expr:
+    """One text per meaning: integer comparisons solved for j (else i), trivial ones decided, conjuncts sorted.
+
+    known: normal forms found on the way. Each part of an expression is wanted many times, itself and its opposite, and without them
+    a few masks inside of each other took for ever.
+    """
+    known = {} if known is None else known
+    if e not in known:
+        known[e] = _normal(e, puller, known)
+    return known[e]
+
+
+def _normal(e: Expr, puller: Puller, known: dict[Expr, Expr]) -> Expr:
     if isinstance(e, Call) and e.op in ("and", "or"):
-        parts = sorted(set(_flat(e, e.op)) , key=str)
-        parts = sorted({normal_condition(p, puller) for p in parts}, key=_order)
-        if (fewer := _absorbed(parts, e.op, puller)) != parts:
-            return normal_condition(_joined(e.op, fewer), puller)
+        parts = sorted(set(_flat(e, e.op)), key=str)
+        parts = sorted({normal_condition(p, puller, known) for p in parts}, key=_order)
+        if (fewer := _absorbed(parts, e.op, puller, known)) != parts:
+            return normal_condition(_joined(e.op, fewer), puller, known)
         return _joined(e.op, parts)
     if isinstance(e, Call) and e.op == "not":
         inner = e.args[0]
         if isinstance(inner, Call) and inner.op in ("and", "or"):
-            parts = [normal_condition(call("not", p), puller) for p in _flat(inner, inner.op)]
-            return normal_condition(_joined("or" if inner.op == "and" else "and", parts), puller)
-        return call("not", normal_condition(inner, puller))
+            parts = [normal_condition(call("not", p), puller, known) for p in _flat(inner, inner.op)]
+            return normal_condition(_joined("or" if inner.op == "and" else "and", parts), puller, known)
+        return call("not", normal_condition(inner, puller, known))
     if isinstance(e, Call) and e.op == "to_bool" and e.args[0].kind == INT:
         return call("ne", e.args[0], Const(0))
     if isinstance(e, Call) and e.op in _FLIPPED and all(a.kind == INT for a in e.args):
@@ -233,10 +244,10 @@ def _joined(op: str, parts: Sequence[Expr]) -> Expr:
     return out
 
 
-def _absorbed(parts: list[Expr], op: str, puller: Puller) -> list[Expr]:
+def _absorbed(parts: list[Expr], op: str, puller: Puller, known: dict[Expr, Expr]) -> list[Expr]:
     """before -> after: (a | b) & a -> a; (a | ~b) & b -> a & b; a & ~a -> False; and so with & and | exchanged"""
     other, found = "or" if op == "and" else "and", []
-    opposites = {normal_condition(call("not", p), puller) for p in parts}
+    opposites = {normal_condition(call("not", p), puller, known) for p in parts}
     if not opposites.isdisjoint(parts):
         return [Const(op == "or")]
     for p in parts:

@@ -25,6 +25,12 @@ from .scalars import added, cast_simplified, is_bit, is_exact, kind_of, rounded,
 from .values import Refused, Value
 from .views import VIEWS, step_through, within
 
+WRITTEN = frozenset({"slice_scatter.default", "select_scatter.default", "index_put.default", "diagonal_scatter.default"})
+MOST_PIECES = 16
+"""Pieces of a tensor up to which the kernel asks which of them an element is in."""
+MOST_NODES = 2 ** 13
+"""Of a scalar program, written out: `x = x * sigmoid(x)` has twice as many each time."""
+
 
 @dataclass
 class Puller:
@@ -41,6 +47,7 @@ class Puller:
     parted: may views above the scores split queries or keys? Otherwise `splits` asks for other axes of the output first.
     leaves: products that are not the site's dot product.
     named: leaf name -> what the spec calls a tensor that is read at constants.
+    states: what a tensor was before pieces were written that have been met.
     """
 
     extents: dict[str, Size]
@@ -59,6 +66,7 @@ class Puller:
     parted: bool = False
     leaves: frozenset[Value] = frozenset()
     named: dict[str, str] = field(default_factory=dict)
+    states: set[Value] = field(default_factory=set)
 
     has_product = staticmethod(has_product_above)
 
@@ -167,8 +175,18 @@ class Puller:
     def pull(self, v: Value, x: Index) -> Expr:
         key = (v, x)
         if key not in self.memo:
-            self.memo[key] = self._pull(v, x)
+            e = self._pull(v, x)
+            if e.nodes > MOST_NODES:
+                e = self._too_long(v, x, e)
+            self.memo[key] = e
         return self.memo[key]
+
+    def _too_long(self, v: Value, x: Index, e: Expr) -> Expr:
+        """In place of a program that nothing here could handle in time: the tensor, as the model computes it."""
+        if QK in e.leaves or self.held is not None and not self.held.can(v):
+            raise Refused(f"{e.nodes} operations would compute one element of it when written out, more than {MOST_NODES}", v,
+                          "what is used twice counts twice, and again in all that is made of it: use fewer such steps")
+        return self.leaf(v, x)
 
     def leaf(self, v: Value, x: Index) -> Expr:
         return self.load(v, [self.expr(a) for a in x])
@@ -216,6 +234,8 @@ class Puller:
         if through is not None:
             e = self.pull(through[0], tuple(self._whole(a, size(s)) for a, s in zip(through[1], through[0].shape)))
             return self.leaf(v, x) if self._is_gone(e) and self.held.can(v) else e
+        if v.name in WRITTEN and (whole := self._written(v, x)) is not None:
+            return whole
         rule = RULES.get(v.name)
         result = rule(self, v, x) if rule is not None else self._pointwise(v, x)
         result = result if result is not None else gathered(self, v, x)
@@ -224,6 +244,18 @@ class Puller:
         if result is None or (v.dtype.is_floating_point and self._keeps_whole(v, result)) or self._is_gone(result) and self.held.can(v):
             return self.leaf(v, x)
         return result
+
+    def _written(self, v: Value, x: Index) -> Expr | None:
+        """A tensor that is put together piece by piece: by its formula if it has one; read if pieces are many, a condition each (a loop over rows)."""
+        if v in self.states or has_product_above(v):
+            return None
+        states = [v]
+        while states[-1].args[0].name in WRITTEN:
+            states.append(states[-1].args[0])
+        self.states.update(states[1:])
+        if (closed := self._closed(v, [self.expr(a) for a in x])) is not None:
+            return closed
+        return self.leaf(v, x) if len(states) > MOST_PIECES and (self.held is None or self.held.can(v)) else None
 
     def _is_gone(self, e: Expr) -> bool:
         """Does it read a tensor that is changed in place before the op can? (`positional *= mask`: read the product instead.)"""

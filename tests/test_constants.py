@@ -186,6 +186,67 @@ def test_a_mask_given_as_an_input_is_no_constant():
     assert region.spec.visible.loads and all(load.kind != FLOAT for load in region.spec.visible.loads)
 
 
+# ----------------------------------------------------------------------------------------------------- row by row
+
+ROWS = 40
+STARTS = torch.randint(0, ROWS, (ROWS,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def window_by_rows(q, k, v):
+    mask = torch.full((q.shape[-2], k.shape[-2]), float("-inf"))
+    for i in range(q.shape[-2]):
+        mask[i, max(0, i - 7): i + 1] = 0.0
+    return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+
+def drawn_by_rows(q, k, v):
+    mask = torch.full((q.shape[-2], k.shape[-2]), float("-inf"))
+    for i, start in enumerate(STARTS):
+        mask[i, min(i, start): i + 1] = 0.0
+    return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+
+def given_by_rows(q, k, v, kept):
+    mask = kept.clone()
+    for i in range(q.shape[-2]):
+        mask[i, max(0, i - 7): i + 1] = True
+    return (q @ k.mT * 0.25).masked_fill(~mask, -1e30).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn, visible", [(window_by_rows, "(j <= i) & (j > i - 8)"), (drawn_by_rows, "bias[i, j] > (-33554432.0)"), (given_by_rows, "mask[i, j]")])
+def test_masks_that_a_loop_fills(fn, visible):
+    """A formula where there is one, else the tensor: not as many conditions as there are rows."""
+    args = (*operands(ROWS), *[torch.rand(ROWS, ROWS) > 0.5] * (fn is given_by_rows))
+    out, _, (region,) = compiled(fn, *args)
+    assert region.fused and str(region.spec.visible) == visible
+    assert_within(out, fn(*args), fn(*(a.double() if a.is_floating_point() else a for a in args)))
+
+
+def exclusive_or(q, k, v, flags):
+    keep = flags[0]
+    for f in flags[1:]:
+        keep = (keep & f) | (~keep & ~f)
+    return attention(q, k, v, keep | (torch.arange(q.shape[-2])[:, None] == torch.arange(k.shape[-2])))
+
+
+def one_inside_the_other(q, k, v, flags):
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    keep = j <= i
+    for n, f in enumerate(flags):
+        keep = torch.where(f, keep | (j == n), keep & (j != n))
+    return attention(q, k, v, keep | (i == j))
+
+
+@pytest.mark.parametrize("depth", [4, 40])
+@pytest.mark.parametrize("fn", [exclusive_or, one_inside_the_other])
+def test_masks_inside_of_masks(fn, depth):
+    """Each uses the one before twice: written out there would be 2 ** 40 parts, and there are 40."""
+    flags = torch.rand(depth, ROWS, generator=torch.Generator().manual_seed(depth)) > 0.3
+    out, _, (region,) = compiled(fn, *operands(ROWS), flags)
+    assert region.fused
+    assert_within(out, fn(*operands(ROWS), flags), fn(*(a.double() for a in operands(ROWS)), flags))
+
+
 # ----------------------------------------------------------------------------------------------------- block-sparse patterns
 
 def _example():

@@ -218,6 +218,14 @@ def five_masks(q, k, v, *masks):
     return s.softmax(-1) @ v
 
 
+@row("10238 operations would compute one element of it when written out, more than 8192")
+def a_score_function_of_itself(q, k, v):
+    s = scores(q, k)
+    for _ in range(40):
+        s = s * torch.sigmoid(s)
+    return s.softmax(-1) @ v
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_refused(name):
     case = ROWS[name]
