@@ -28,6 +28,8 @@ from .views import VIEWS, step_through, within
 WRITTEN = frozenset({"slice_scatter.default", "select_scatter.default", "index_put.default", "diagonal_scatter.default"})
 MOST_PIECES = 16
 """Pieces of a tensor up to which the kernel asks which of them an element is in."""
+DEEPEST = 100
+"""Values one above the other that are looked through; each takes half a dozen of Python's stack of a thousand frames."""
 MOST_NODES = 2 ** 13
 """Of a scalar program, written out: `x = x * sigmoid(x)` has twice as many each time."""
 
@@ -47,7 +49,7 @@ class Puller:
     parted: may views above the scores split queries or keys? Otherwise `splits` asks for other axes of the output first.
     leaves: products that are not the site's dot product.
     named: leaf name -> what the spec calls a tensor that is read at constants.
-    states: what a tensor was before pieces were written that have been met.
+    states: what a tensor was before pieces were written that have been met. depth: how many values are being looked through.
     """
 
     extents: dict[str, Size]
@@ -67,6 +69,7 @@ class Puller:
     leaves: frozenset[Value] = frozenset()
     named: dict[str, str] = field(default_factory=dict)
     states: set[Value] = field(default_factory=set)
+    depth: int = 0
 
     has_product = staticmethod(has_product_above)
 
@@ -175,17 +178,22 @@ class Puller:
     def pull(self, v: Value, x: Index) -> Expr:
         key = (v, x)
         if key not in self.memo:
-            e = self._pull(v, x)
-            if e.nodes > MOST_NODES:
+            self.depth += 1
+            try:
+                e = self._pull(v, x) if self.depth <= DEEPEST else None
+            finally:
+                self.depth -= 1
+            if e is None or e.nodes > MOST_NODES:
                 e = self._too_long(v, x, e)
             self.memo[key] = e
         return self.memo[key]
 
-    def _too_long(self, v: Value, x: Index, e: Expr) -> Expr:
-        """In place of a program that nothing here could handle in time: the tensor, as the model computes it."""
-        if QK in e.leaves or self.held is not None and not self.held.can(v):
-            raise Refused(f"{e.nodes} operations would compute one element of it when written out, more than {MOST_NODES}", v,
-                          "what is used twice counts twice, and again in all that is made of it: use fewer such steps")
+    def _too_long(self, v: Value, x: Index, e: Expr | None) -> Expr:
+        """In place of a program that nothing here could handle in time: the tensor, as the model computes it. e: None where too many steps lead to it."""
+        scored = has_product_above(v) if e is None else QK in e.leaves
+        if scored or self.held is not None and not self.held.can(v):
+            found = f"more than {DEEPEST} operations one after the other" if e is None else f"{e.nodes} operations, written out, more than {MOST_NODES},"
+            raise Refused(f"{found} make one element of the scores or the mask", v, "what is used twice counts twice, and again in all that is made of it: use fewer such steps")
         return self.leaf(v, x)
 
     def leaf(self, v: Value, x: Index) -> Expr:

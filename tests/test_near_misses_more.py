@@ -218,11 +218,19 @@ def five_masks(q, k, v, *masks):
     return s.softmax(-1) @ v
 
 
-@row("10238 operations would compute one element of it when written out, more than 8192")
+@row("10238 operations, written out, more than 8192, make one element of the scores or the mask")
 def a_score_function_of_itself(q, k, v):
     s = scores(q, k)
     for _ in range(40):
         s = s * torch.sigmoid(s)
+    return s.softmax(-1) @ v
+
+
+@row("more than 100 operations one after the other make one element of the scores or the mask", lambda: (*qkv(), rand(120, N)))
+def a_hundred_and_twenty_terms(q, k, v, terms):
+    s = scores(q, k)
+    for term in terms:
+        s = s + term
     return s.softmax(-1) @ v
 
 

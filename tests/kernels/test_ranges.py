@@ -137,6 +137,17 @@ def test_classify_without_tensors_says_so():
     assert_expected_inline(str(counts), "6 (38%) tiles skipped, 0 (0%) full, 4 (25%) partial, 6 (38%) decided by the data at run time")
 
 
+@pytest.mark.parametrize("count", [3, 40])
+def test_of_many_ranges_one_is_full(count):
+    """Which one is the longest is told by all of both, again and again: of forty, one after the other, by more than fits a machine."""
+    text = "(j <= i)" + "".join(f" | ((j >= {40 * n}) & (j < {40 * n + 20 + n}))" for n in range(count))
+    visible, tile = parse(text, {}), torch.arange(64)[:, None]
+    found = bounds(visible, "j")
+    assert found.full_lo.nodes + found.full_hi.nodes < 1000
+    lo, hi = (int(evaluate(e, {"i0": 0, "i1": 63, "M": 64, "N": 2000}, {}, None, torch.float64)) for e in (found.full_lo, found.full_hi))
+    assert hi - lo >= 20 and evaluate(visible, {"i": tile, "j": torch.arange(lo, hi)}, {}, None, torch.float64).all()
+
+
 def test_bounds_read_like_the_mask():
     show = lambda text, var="j": "{0.lo} <= x < {0.hi}, full {0.full_lo} <= x < {0.full_hi}".format(bounds(parse(text, {"n": INT}), var))
     assert_expected_inline(show("j <= i"), "0 <= x < minimum(N, i1 + 1), full 0 <= x < minimum(N, i0 + 1)")

@@ -11,7 +11,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashfx import compat
-from flashfx.codegen import replay
+from flashfx.codegen import differences, replay
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.load import load
 from flashfx.codegen.plan import make_plan, overridden
@@ -91,21 +91,37 @@ def test_a_replay_launches_what_triton_launches(gpu, parts, within, recorder, mo
     for n in range(2):
         _, q, k, v, aux, seed = operands(TEXT, problem, n)
         calls.append((q, k, v, seed, *aux))
+    for launched in _compared(recorder, both, calls):
+        assert len(launched) >= 4 if parts == 1 else [grid for _, grid, _ in launched] == [(16, 3, 1), (1024, 1, 1)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_replayed_gradient_of_a_gather(transposed, recorder, monkeypatch):
+    monkeypatch.setattr(driver, "_active", _Driver(90))
+    grads = [torch.randn(2, 3, 100, 200).bfloat16() for _ in range(2)]
+    calls = [(g.mT.contiguous().mT if transposed else g, torch.randint(0, 70, (299,))) for g in grads]
+    for launched in _compared(recorder, lambda grad, positions: differences._gradient(grad, positions, 70), calls):
+        assert [name for name, _, _ in launched] == ["occurrences", *["copy_tile"] * transposed, "sum_by_position"]
+
+
+def _compared(recorder, run, calls: list[tuple]) -> list[list[tuple]]:
+    """What `run` launches with the operands of each call, which is what a replay of the first one launches."""
     with replay.Recording(calls[0]) as recording:
-        first = both(*calls[0])
-    again = recording.replay(first)
-    del recorder[:]
+        first = run(*calls[0])
+    again, launched = recording.replay(first), []
     for call in calls:
-        results, replayed = both(*call), again(*call)
+        del recorder[:]
+        results, replayed = run(*call), again(*call)
         assert [(r.shape, r.stride(), r.dtype) for r in results] == [(r.shape, r.stride(), r.dtype) for r in replayed]
         by_triton, by_replay = ([launch[1:] for launch in recorder if launch[0] == who] for who in ("triton", "replay"))
-        assert len(by_triton) == len(by_replay) and (len(by_triton) >= 4 if parts == 1 else [grid for _, grid, _ in by_triton] == [(16, 3, 1), (1024, 1, 1)])
+        assert len(by_triton) == len(by_replay)
         place = {t.data_ptr(): t.data_ptr() for t in call}  # an operand is itself; a buffer of the first is one buffer of the second
         for (name, grid, expected), (found_name, found_grid, found) in zip(by_triton, by_replay):
             assert (name, grid, len(expected)) == (found_name, found_grid, len(found))
             for a, b in zip(expected, found):
                 assert _same(a, b, place), (name, a, b)
-        del recorder[:]
+        launched.append(by_triton)
+    return launched
 
 
 def _same(expected, found, place: dict[int, int]) -> bool:
