@@ -26,8 +26,8 @@ from .values import Refused, Value
 from .views import VIEWS, step_through, within
 
 WRITTEN = frozenset({"slice_scatter.default", "select_scatter.default", "index_put.default", "diagonal_scatter.default"})
-MOST_PIECES = 16
-"""Pieces of a tensor up to which the kernel asks which of them an element is in."""
+FEW_PIECES, MOST_PIECES = 4, 16
+"""Pieces of a tensor up to which nothing says what it is better than they do, and up to which the kernel asks which of them an element is in."""
 DEEPEST = 100
 """Values one above the other that are looked through; each takes half a dozen of Python's stack of a thousand frames."""
 MOST_NODES = 2 ** 13
@@ -254,13 +254,15 @@ class Puller:
         return result
 
     def _written(self, v: Value, x: Index) -> Expr | None:
-        """A tensor that is put together piece by piece: by its formula if it has one; read if pieces are many, a condition each (a loop over rows)."""
+        """A tensor that is put together of more than a few pieces: by its formula if it has one; read if there are many, a condition each (a loop over rows)."""
         if v in self.states or has_product_above(v):
             return None
         states = [v]
         while states[-1].args[0].name in WRITTEN:
             states.append(states[-1].args[0])
         self.states.update(states[1:])
+        if len(states) <= FEW_PIECES:
+            return None
         if (closed := self._closed(v, [self.expr(a) for a in x])) is not None:
             return closed
         return self.leaf(v, x) if len(states) > MOST_PIECES and (self.held is None or self.held.can(v)) else None
