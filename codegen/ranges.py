@@ -217,8 +217,8 @@ class _Solver:
 
     def _given(self, condition: Expr) -> Interval:
         """Everything if the scalar condition holds, else nothing."""
-        empty = NOTHING if isinstance(condition, Const) else Interval(None, call("where", condition, self.size, 0))
-        return EVERYTHING if proves(condition) else empty
+        if_it_does = NOTHING if isinstance(condition, Const) else Interval(None, call("where", condition, self.size, 0))
+        return EVERYTHING if proves(condition) else if_it_does
 
     def _low(self, a: Interval) -> Expr | None:
         """Where it begins; what `_given` leaves empty begins behind the end, so that a union with it begins where the other does."""

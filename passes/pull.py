@@ -193,7 +193,8 @@ class Puller:
         scored = has_product_above(v) if e is None else QK in e.leaves
         if scored or self.held is not None and not self.held.can(v):
             found = f"more than {DEEPEST} operations one after the other" if e is None else f"{e.nodes} operations, written out, more than {MOST_NODES},"
-            raise Refused(f"{found} make one element of the scores or the mask", v, "what is used twice counts twice, and again in all that is made of it: use fewer such steps")
+            raise Refused(f"{found} make one element of the scores or the mask", v, "work out first, as one tensor, what does not depend on the scores, and "
+                          "use fewer steps: a value that is used twice counts twice, and again in all that is made of it")
         return self.leaf(v, x)
 
     def leaf(self, v: Value, x: Index) -> Expr:
