@@ -223,13 +223,12 @@ class Program:
         fixed = [x for x in ("i", "j") if vectors[x] and x != self.inner]
         moving = [x for x in ("i", "j") if vectors[x] and x == self.inner]
         moves = self.varying & frozenset().union(*(a.variables for a in load.index if self.inner not in self.dims(a)))
-        read = not self.inner and any(a.loads for a in load.index)  # from another tensor, where nothing is hoisted
-        if scope is self.body and (scalar or fixed) and not moves and not read:  # the part of the address that does not move with the loop
-            key = Load(load.name, (*load.index, Const(True)), load.kind)
-            if key not in self.outer.names:
+        if scope is self.body and (scalar or fixed) and not moves:  # the part of the address that does not move with the loop, if there is one
+            key, above = Load(load.name, (*load.index, Const(True)), load.kind), self.outer if self.inner else self.body
+            if key not in above.names:
                 parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in fixed)]
-                self._name(self.outer, key, f"{load.name}_base", " + ".join(parts))
-            address, fixed = self.outer.names[key], []
+                self._name(above, key, f"{load.name}_base", " + ".join(parts))
+            address, fixed = above.names[key], []
         parts = [address, *(self._shaped(" + ".join(vectors[x]), x, dims) for x in (*fixed, *moving)), *tiles]
         checked = [x for x in sorted(dims) if x not in (self.certain if scope is self.body else ()) and Var(x) not in nearest]
         conditions = self.condition(checked) if len(dims) == 2 else [f"{x} < {'M' if x == 'i' else 'N'}" for x in checked]

@@ -51,16 +51,17 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def predict(spec: AttentionSpec, problem: Problem, plan: Plan, called: bool) -> Traffic:
+def predict(spec: AttentionSpec, problem: Problem, plan: Plan, called: bool, columns: int = 0) -> Traffic:
     """Of the plan's direction. called: the site is a scaled_dot_product_attention call: its kernel is tiled too and counts as ours does, but its mask is a
-    tensor, written and read."""
+    tensor, written and read. columns: how many of q's and k's the model adds to the scores as a tensor, written and read."""
     z, forward, after = math.prod(problem.extents), plan.direction == "forward", moved(spec, problem, plan)
     width, extents = WIDTHS[problem.dtype], dict(zip(spec.axes, problem.extents))
     own = lambda e: problem.M * problem.N * math.prod(extents[a] for a in spec.axes if a in e.variables)
     mask = 2 * own(spec.visible) if spec.is_masked else 0  # one for each batch index on which it depends
+    terms = 2 * z * problem.M * problem.N * width if columns else 0
     if called:
-        return Traffic(after + mask, after)
-    operands = z * (problem.M + problem.N) * (problem.D + problem.Dv) * width  # q, k, v, out
-    before = (operands if forward else operands * 5 // 2) + mask * width  # they and dO; dq, dk, dv
+        return Traffic(after + mask + terms, after)
+    operands = z * (problem.M + problem.N) * (problem.D - columns + problem.Dv) * width  # q, k, v, out
+    before = terms + (operands if forward else operands * 5 // 2) + mask * width  # they and dO; dq, dk, dv
     before += sum(own(load) * (width if load.kind == "float" else ELEMENT[load.kind]) for load in spec.loads if {"i", "j"} <= load.variables)
     return Traffic(before + (FORWARD_PASSES if forward else BACKWARD_PASSES) * z * problem.M * problem.N * width, after)

@@ -124,6 +124,7 @@ class Region:
     reached what the match understood, step by step, up to where it stopped
     before  the site in the graph as it was, drawn from its operands on; `after` what stands there now (empty if it was left alone)
     spec    from lift
+    columns terms of the score that stand in q and k as further columns: (how many, at which indices read, the tensor)
     problem from check
     device  type of the device it was checked for
     checked from verify, if that was asked for; `unchecked` says why it is empty then
@@ -137,6 +138,7 @@ class Region:
     spec: AttentionSpec | None = None
     captured: tuple[str, ...] = ()
     sink: str = ""
+    columns: tuple[tuple[int, str, str], ...] = ()
     problem: Problem | None = None
     refusal: Refusal | None = None
     stack: tuple[Frame, ...] = ()

@@ -79,7 +79,7 @@ class SiteReport:
         """Predicted bytes to and from device memory, before and after."""
         from .codegen import traffic
         plan = self.plan if direction == "forward" else self.backward_plan
-        return traffic.predict(self.spec, self.region.problem, plan, self.region.called)
+        return traffic.predict(self.spec, self.region.problem, plan, self.region.called, sum(n for n, *_ in self.region.columns))
 
     @_with_numbers
     def costs(self, direction: str = "forward"):
@@ -160,6 +160,7 @@ class SiteReport:
         out = str(self.spec).splitlines()
         if self.region.sink:
             out.append(f"sink    out * sigmoid(lse - sink), sink is {self.region.sink}")
+        out += [f"{'' if n else 'columns':<7} {columns} of q and k add {tensor}, read at [{at}]" for n, (columns, at, tensor) in enumerate(self.region.columns)]
         p = self.region.problem
         extents = ", ".join(f"{a} = {n}" for a, n in zip(self.spec.axes, p.extents))
         heads = f"head size {p.D}" if p.D == p.Dv else f"head sizes {p.D} (q, k) and {p.Dv} (v)"
@@ -249,7 +250,7 @@ class Report:
         for number, site in enumerate(self.sites):
             r = site.region
             why = () if r.refusal is None else (r.refusal.stage, r.refusal.reason.split(" (")[0], r.refusal.source, r.refusal.hint)
-            shapes = tuple(text.partition(", ")[2] for text in (*r.captured, r.sink))
+            shapes = tuple(text.partition(", ")[2] for text in (*r.captured, r.sink, *(tensor for *_, tensor in r.columns)))
             key = (r.source, r.called, r.spec, r.problem, shapes if r.fused else (), why, r.unchecked)  # parameters are named by their layer
             table.setdefault(key, ([], site))[0].append(number)
         return [Group(tuple(numbers), site) for numbers, site in table.values()]

@@ -45,6 +45,12 @@ def at_least(a: Size, b: Size) -> bool:
     return bool(sympy.expand(a - b).is_nonnegative)
 
 
+def is_no_larger(shape: Sequence[Size], than: Sequence[Size]) -> bool:
+    """Provably no more elements. Factored: s * s <= s * (2 * s - 1), of rows that a view shifts by one another."""
+    a, b = (product([size(s) for s in x]) for x in (than, shape))
+    return at_least(a, b) or not isinstance(a, int) and bool(sympy.factor(a - b).is_nonnegative)
+
+
 def quotient(a: Size, b: Size) -> Size | None:
     """a / b where it is provably an integer."""
     if isinstance(a, int) and isinstance(b, int):

@@ -39,6 +39,7 @@ class Lifted:
     sink    a further score of each row that takes part in the softmax only (an attention sink): with w the weight exp(sink), the
             output is the spec's times sum exp(s) / (sum exp(s) + w) = sigmoid(lse - sink)
     log_sums  log-sum-exps of the scores that other parts of the graph read, and our op yields
+    columns   what stands in q and k as further columns (`columns.py`): how many, at which indices read, of what
     """
 
     spec: AttentionSpec
@@ -54,6 +55,7 @@ class Lifted:
     product: Value | None = None
     sink: list[Operand] | None = None
     log_sums: list[LogSum] = field(default_factory=list)
+    columns: list[tuple[int, str, Operand]] = field(default_factory=list)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from flashfx.region import Node, Problem, Refusal, Region
 
 from .algebra import rearrange
 from .check import check
+from .columns import widened
 from .draw import after, before
 from .find import DROPOUTS, Site, find, is_of_layers
 from .index import same, size
@@ -196,7 +197,7 @@ def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: boo
         stage = "lift"
         record.reached.append("a scaled_dot_product_attention call" if site.weights is None else "a softmax between two matrix products")
         try:
-            lifted = lift(site, vg, record.reached)
+            lifted = widened(site, vg, lift(site, vg, record.reached), record.reached)
             stage = "check"
             problem = check(site, lifted, vg.shape_env, dropout_allowed, device)
             record.reached += [f"{v.owner.name} is gathered at positions that depend on j - i alone: its gradient is made by matrix products, not by atomic additions"
@@ -242,6 +243,7 @@ def _region(site: Site, label: str, record: _Record, device: torch.device | None
     if lifted is None:
         return region
     return replace(region, spec=lifted.spec, captured=tuple(map(_described, lifted.aux)), problem=record.problem,
+                   columns=tuple((n, at, _described(o)) for n, at, o in lifted.columns),
                    sink=_described(lifted.sink[0]) if lifted.sink else "", after=record.after if record.refusal is None else (),
                    checked=record.checked, unchecked=record.unchecked, measured=record.measured, unmeasured=record.unmeasured)
 

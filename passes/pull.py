@@ -6,7 +6,6 @@ load of that value at that index. A leaf is never an error; it is only a tensor 
 """
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import sympy
@@ -15,14 +14,15 @@ import torch
 from flashfx.expr import BOOL, FALSE, FLOAT, INT, QK, TRUE, Call, Const, Expr, Load, Var, call, cast, conjunction, const, substitute
 from flashfx.ops import BY_ATEN, COMPARISONS, OPS
 
+from .classes import could_stand
 from .constants import closed_form, dim
 from .find import has_product_above
 from .held import Held
-from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, number, quotient, same, size
+from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, is_no_larger, number, quotient, same, size
 from .relative import gathered
 from .rules import PRODUCTS, RULES, Product
 from .scalars import added, cast_simplified, is_bit, is_exact, kind_of, rounded, simplified
-from .values import Refused, Value
+from .values import Refused, Value, upstream
 from .views import VIEWS, step_through, within
 
 WRITTEN = frozenset({"slice_scatter.default", "select_scatter.default", "index_put.default", "diagonal_scatter.default"})
@@ -234,9 +234,11 @@ class Puller:
             return self.leaf(v, x)
         except SplitAxis as split:
             if split.axis in ("i", "j") or split.axis in self.parts:
-                apart = self.parted or split.axis in self.parts or not has_product_above(v)
+                beside = self._is_beside(v)
+                apart = self.parted or split.axis in self.parts or beside or not has_product_above(v)
                 if apart and quotient(self.extents[split.axis], split.inner) is not None:
-                    return self._element(v, self._split(x, split))
+                    e = self._element(v, self._split(x, split))
+                    return self.leaf(v, x) if self._joined(v, e, beside) else e
                 self.splits.setdefault(split.axis, split)
                 return self.leaf(v, x)
             raise
@@ -272,6 +274,19 @@ class Puller:
         """Does it read a tensor that is changed in place before the op can? (`positional *= mask`: read the product instead.)"""
         return self.held is not None and QK not in e.leaves and any(not self.held.can(self.loads[load.name]) for load in e.loads)
 
+    def _is_beside(self, v: Value) -> bool:
+        """Does a product above `v` have nothing to do with the site's own, which is known?"""
+        return self.product is not None and has_product_above(v) and (self.product.value is None or self.product.value not in upstream(v))
+
+    def _joined(self, v: Value, e: Expr, beside: bool) -> bool:
+        """Is what a view joins of parts read as it joins them? An element for every pair lies as TMA wants it there. What products yield is read apart only
+        where it can stand in q and k."""
+        if QK in e.leaves or not e.loads or self.held is not None and not self.held.can(v):
+            return False
+        if any(is_no_larger(v.shape, self.loads[load.name].shape) for load in e.loads):
+            return True
+        return beside and not could_stand(e, self.loads, self.extents["d"], self.extents["j"], self.product.left.dtype)
+
     def _keeps_whole(self, v: Value, e: Expr) -> bool:
         """Do not move float arithmetic on tensors into the kernel when reading its result is no dearer.
 
@@ -292,7 +307,7 @@ class Puller:
         if not all({"i", "j"} <= load.variables or not load.variables for load in loads) or not (self.held is None or self.held.can(v)):
             return False
         pairs = [t for t, load in zip(read, loads) if load.variables]
-        fits = all(_is_no_larger(v, t) for t in pairs) and v.dtype.itemsize <= max(t.dtype.itemsize for t in pairs)
+        fits = all(is_no_larger(v.shape, t.shape) for t in pairs) and v.dtype.itemsize <= max(t.dtype.itemsize for t in pairs)
         return fits and (all(map(_is_computed, pairs)) or self.grad and any(t.reaches_parameters(through_stops=False) for t in pairs))
 
     def _split(self, x: Index, split: SplitAxis) -> Index:
@@ -369,12 +384,6 @@ class Puller:
 def _names_positions(e: Expr) -> bool:
     """Does it compute with positions or sizes, but to read tensors?"""
     return isinstance(e, Var) or isinstance(e, Call) and any(map(_names_positions, e.args))
-
-
-def _is_no_larger(v: Value, than: Value) -> bool:
-    """Provably. Factored: s * s <= s * (2 * s - 1), of rows that a view shifts by one another."""
-    a, b = (math.prod(size(s) for s in t.shape) for t in (than, v))
-    return at_least(a, b) or not isinstance(a, int) and bool(sympy.factor(a - b).is_nonnegative)
 
 
 def _is_computed(v: Value) -> bool:

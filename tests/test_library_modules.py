@@ -229,7 +229,7 @@ def empty_rows_cleaned(q, k, v, pad):
 
 # ---------------------------------------------------------------------------------------------------- modules
 
-@row(lambda: (*(rand(B * H, 30, D, seed=s) for s in (1, 2, 3)), rand(5, 5, D), rand(6, 6, D)), reads=2)
+@row(lambda: (*(rand(B * H, 30, D, seed=s) for s in (1, 2, 3)), rand(5, 5, D), rand(6, 6, D)))
 def decomposed_positions(q, k, v, high, wide):
     """SAM and MViT: height and width terms added to scores seen as (queries, height, width)."""
     grid = q.unflatten(1, (5, 6))
@@ -238,7 +238,7 @@ def decomposed_positions(q, k, v, high, wide):
     return s.view(-1, 30, 30).softmax(-1) @ v
 
 
-@row(lambda: (*(rand(B, H, 31, D, seed=s) for s in (1, 2, 3)), rand(5, 5, D), rand(6, 6, D)), reads=2)
+@row(lambda: (*(rand(B, H, 31, D, seed=s) for s in (1, 2, 3)), rand(5, 5, D), rand(6, 6, D)))
 def decomposed_positions_behind_a_class_token(q, k, v, high, wide):
     """The same, added in place to the scores of all but the first token."""
     grid = q[:, :, 1:].unflatten(2, (5, 6))

@@ -50,6 +50,7 @@ def _group(report: Report, number: int, group: Group, sources: bool) -> dict[str
         out["empty"] = mathml.EMPTY[region.spec.empty_row] if region.spec.is_masked else ""
         out["captured"] = list(zip((a.name for a in region.spec.aux), region.captured))
         out["sink"] = region.sink
+        out["columns"] = region.columns
     if sources:
         out["before_graph"] = drawing.graph(region.before, "" if site.fused else region.refusal.node)
         out["after_graph"] = drawing.graph(region.after)

@@ -35,6 +35,7 @@ MORE = {
     "two_biases": Variant(("bias: float[4]", "near: float[4]"), score="(qk + bias[b, h, i, j]) * 0.15 + near[b, h, i, j]"),
     "two_shared_biases": Variant(("bias: float[4]", "near: float[3]"), score="qk * 0.125 + bias[0, h, i, j] + near[h, i, j] * 3.0", where="j <= i"),
     "decomposed": Variant(("rel: float[4]", "across: float[4]"), score="qk * 0.125 + rel[b, h, i, j // 8] + across[b, h, i, j % 8]"),
+    "decomposed_rows": Variant(("rel: float[5]", "across: float[5]"), score="qk * 0.125 + rel[b, h, i // 8, i % 8, j // 8] + across[b, h, i // 8, i % 8, j % 8]"),
     "additive_mask": Variant(("bias: float[4]",), score="qk * 0.125 + bias[b, h, i, j]", where="bias[b, h, i, j] > (-1.5)",
                              empty="mean, additive over bias[b, h, i, j] > (-2.5)"),
     "padded_bias": Variant(("bias: float[3]", "pad: bool[2]"), score="qk + bias[h, i, j]", where="pad[b, j]", empty="mean, additive"),
