@@ -24,6 +24,10 @@ from .schedules.hopper_captured import allocate_stored, finish_stored, stored_lo
 from .writer import Kernel, Writer, wrapped
 
 
+DENSE_PROGRAMS = 512
+"""Programs that the gradient of a tensor of pairs should have at least, where batch indices share the tensor: it is summed in parts then."""
+
+
 def kernels(site: Site) -> dict[str, Kernel]:
     """The kernels a file needs, by role."""
     if site.warpgroups:
@@ -284,9 +288,15 @@ def _dense(site: Site, load: Load, found: dict[str, Kernel], out: Writer, twin: 
     if captured.is_relative(load):
         relative_gradient(site, load, (kernel, found[f"line {buffer(site, load)}"]), dtype, out)
         return
-    out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in axes), 'M', 'N'])}, dtype={dtype}, device=q.device)",
-             f"gradient of {load}")
-    kernel.call(f'(triton.cdiv(M, DENSE["BLOCK_M"]) * triton.cdiv(N, DENSE["BLOCK_N"]) * {count(axes)},)', out)
+    name, tiles, shape = buffer(site, load), f'triton.cdiv(M, DENSE["BLOCK_M"]) * triton.cdiv(N, DENSE["BLOCK_N"]) * {count(axes)}', [*(extent(a) for a in axes), "M", "N"]
+    if not (others := site.other_axes(axes)):
+        out.line(f"{name} = torch.empty({_shape(shape)}, dtype={dtype}, device=q.device)", f"gradient of {load}")
+        kernel.call(f"({tiles},)", out)
+        return
+    out.line(f"parts = max(1, min({count(others)}, {DENSE_PROGRAMS} // max(1, {tiles})))", f"programs for each tile of the gradient of {load}")
+    out.line(f"{name} = torch.empty({_shape(['parts', *shape])}, dtype={dtype} if parts == 1 else torch.float32, device=q.device)")
+    kernel.call(f"({tiles} * parts,)", out)
+    out.line(f"{name} = {name}[0] if parts == 1 else {name}.sum(0).to({dtype})")
 
 
 def _captured(site: Site, tensor: str, out: Writer) -> str:

@@ -15,13 +15,20 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
     mine = tuple(a for a in captured.dims_of(spec, load) if a not in ("i", "j"))
     others = site.other_axes(mine)
     name = buffer(site, load)
-    kernel = Kernel(f"attention_backward_{name[2:]}", f"One program: gradient of {load} for one tile" + (f", summed over ({', '.join(others)})." if others else "."),
+    kernel = Kernel(f"attention_backward_{name[2:]}", f"One program: gradient of {load} for one tile" + (f", summed over its part of ({', '.join(others)})." if others else "."),
                     arguments(site, {name: name}), ("BLOCK_M", "BLOCK_N"), "DENSE", multiples(site))
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     out.assign("j0", "tl.program_id(0) % tiles * BLOCK_N")
     out.assign("i0", "tl.program_id(0) // tiles % tl.cdiv(M, BLOCK_M) * BLOCK_M")
-    out.assign("y", "tl.program_id(0) // (tiles * tl.cdiv(M, BLOCK_M))")
+    out.assign("slot", "tl.program_id(0) // (tiles * tl.cdiv(M, BLOCK_M))")
+    if others:  # where few tiles would leave most of the card idle, several programs share each
+        batch = f"({count(mine)})" if len(mine) > 1 else count(mine)
+        out.assign("part", f"slot // {batch}")
+        out.assign("parts", f"tl.num_programs(0) // (tiles * tl.cdiv(M, BLOCK_M) * {count(mine)})", "programs for this tile")
+        out.assign("y", f"slot % {batch}")
+    else:
+        out.assign("y", "slot")
     decode(out, mine, "y")
     out.assign("i1", "tl.minimum(i0 + BLOCK_M, M) - 1")
     out.assign("rows", "tl.arange(0, BLOCK_M)")
@@ -33,14 +40,14 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
         out.assign("seed", "tl.load(Seed)")
     out.assign("dense", "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)")
     if others:
-        with out.block(f"for g in tl.range(0, {count(others)}):"):
+        with out.block(f"for g in tl.range(part, {count(others)}, parts):"):
             decode(out, others, "g")
             out.assign("z", flatten(spec.axes))
             add_tile(site, out, load)
     else:
         out.assign("z", "y")
         add_tile(site, out, load)
-    out.assign("dense_rows", f"{name} + (tl.cast(y, tl.int64) * M + i) * N")
+    out.assign("dense_rows", f"{name} + (tl.cast(slot, tl.int64) * M + i) * N")
     out.line(f"tl.store(dense_rows[:, None] + j[None, :], dense.to({name}.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])")
     return kernel
 
