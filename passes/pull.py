@@ -244,7 +244,7 @@ class Puller:
             raise
         if through is not None:
             e = self.pull(through[0], tuple(self._whole(a, size(s)) for a, s in zip(through[1], through[0].shape)))
-            return self.leaf(v, x) if self._is_gone(e) and self.held.can(v) else e
+            return self.leaf(v, x) if (self._is_gone(e) or self._skews(v, x, e)) and self.held.can(v) else e
         if v.name in WRITTEN and (whole := self._written(v, x)) is not None:
             return whole
         rule = RULES.get(v.name)
@@ -274,6 +274,11 @@ class Puller:
         """Does it read a tensor that is changed in place before the op can? (`positional *= mask`: read the product instead.)"""
         return self.held is not None and QK not in e.leaves and any(not self.held.can(self.loads[load.name]) for load in e.loads)
 
+    def _skews(self, v: Value, x: Index, e: Expr) -> bool:
+        """Does a view, of no smaller a tensor, shift rows by one another, `rel[b, i * 2047 + j + 1023]`? What it yields has a place for each pair, and a gradient."""
+        mixed = self.held is not None and isinstance(e, Load) and any({"i", "j"} <= a.variables for a in e.index)
+        return mixed and not any({"i", "j"} <= a.axes for a in x) and is_no_larger(v.shape, self.loads[e.name].shape)
+
     def _is_beside(self, v: Value) -> bool:
         """Does a product above `v` have nothing to do with the site's own, which is known?"""
         return self.product is not None and has_product_above(v) and (self.product.value is None or self.product.value not in upstream(v))
@@ -283,9 +288,8 @@ class Puller:
         where it can stand in q and k."""
         if QK in e.leaves or not e.loads or self.held is not None and not self.held.can(v):
             return False
-        if any(is_no_larger(v.shape, self.loads[load.name].shape) for load in e.loads):
-            return True
-        return beside and not could_stand(e, self.loads, self.extents["d"], self.extents["j"], self.product.left.dtype)
+        return any(is_no_larger(v.shape, self.loads[load.name].shape) for load in e.loads) \
+            or beside and not could_stand(e, self.loads, self.extents["d"], self.extents["j"], self.product.left.dtype)
 
     def _keeps_whole(self, v: Value, e: Expr) -> bool:
         """Do not move float arithmetic on tensors into the kernel when reading its result is no dearer.

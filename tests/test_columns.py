@@ -166,16 +166,6 @@ def test_more_columns_than_a_head_may_have():
     assert not site.region.columns and str(load) == "bias[b, i, j]"
 
 
-def test_a_tensor_that_a_view_joins_is_read_joined():
-    """A parameter for pairs of places: (heads, rows, columns, rows, columns)."""
-    def attention(q, k, v, bias):
-        return (scores(q, k) + bias.view(H, N, N)).softmax(-1) @ v
-
-    region, = compare(attention, *qkv(), rand(H, TALL, WIDE, TALL, WIDE, seed=5))
-    load, = region.spec.score.loads
-    assert str(load) == "bias[h, i, j]"
-
-
 def test_explained():
     site, = explain(joined, *qkv(), *tables())
     lines = [line for line in site.lines() if "of q and k add" in line]
