@@ -145,7 +145,7 @@ def shrunk(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec, gpu
     m, n, warps, most = tiles
     while True:
         found = [(m, n, warps, stages) for stages in range(most, min(most, 2) - 1, -1)]
-        if shared_bytes(kernel, found[-1], problem, spec, gpu) + wider_bytes(kernel, found[-1], problem, spec) <= gpu.shared_per_block:
+        if shared_bytes(kernel, found[-1], problem, spec, gpu) + _spare(kernel, found[-1], problem, spec) <= gpu.shared_per_block:
             return found
         if m == n == 16:
             return [*found, (m, n, warps, 1)]
@@ -255,12 +255,17 @@ def _shared(asked: Asked, tiles: Tiles) -> int:
     return shared_bytes(asked.kernel, tiles, asked.problem, asked.spec, asked.gpu, asked.listed, asked.packed, asked.descriptors)
 
 
+def _spare(kernel: str, tiles: Tiles, problem: Problem, spec: AttentionSpec) -> int:
+    """What the portable schedule's kernels may take where no tile divides the length: a loop for the last tile, whose buffers are aligned anew."""
+    return 1024 * (not spec.is_masked) + wider_bytes(kernel, tiles, problem, spec)
+
+
 def _exceeds(asked: Asked, tiles: Tiles, shared: int) -> bool:
     """Is there too little shared memory?"""
     if asked.schedule == "hopper":  # where no tile divides the length, a number that partitions are handed
         spare = 64 + ORDERED * (asked.kernel == "keys")
-    else:  # there, a loop for the last tile, whose buffers are aligned anew
-        spare = 1024 * (not asked.spec.is_masked) + wider_bytes(asked.kernel, tiles, asked.problem, asked.spec)
+    else:
+        spare = _spare(asked.kernel, tiles, asked.problem, asked.spec)
     return shared > asked.gpu.shared_per_block - spare
 
 

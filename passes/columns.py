@@ -126,8 +126,24 @@ def _ones(make: Maker, of: Expr, run: tuple[int, int], width: int, keys: int, li
     return make(aten.constant_pad_nd.default, ones, [0, 0, run[0], keys - run[1]]) if count < keys else ones
 
 
+def _unfolded(make: Maker, load: Load, v: Value, axes: tuple[str, ...], like: Value) -> tuple[Load, Value]:
+    """Dims that run through several batch axes in order as a dim for each: before -> after: rel[h + b * 8, i, j // 14] -> rel[b, h, i, j // 14]"""
+    for d in reversed(range(len(load.index))):
+        names = [a for a in axes if a in load.index[d].variables]
+        extents = [size(like.shape[axes.index(a)]) for a in names]
+        if len(names) < 2 or load.index[d].loads or not all(isinstance(n, int) for n in extents[1:]) or not same(product(extents), size(v.shape[d])):
+            continue
+        counts = [n if isinstance(n, int) else 3 for n in extents]
+        grid = dict(zip(names, torch.meshgrid(*map(torch.arange, counts), indexing="ij")))
+        if torch.equal(evaluate(load.index[d], grid, {}, None, torch.float64).flatten(), torch.arange(math.prod(counts))):
+            v = make(aten.reshape.default, v, [*v.shape[:d], *(like.shape[axes.index(a)] for a in names), *v.shape[d + 1:]])
+            load = Load(load.name, (*load.index[:d], *map(Var, names), *load.index[d + 1:]), load.kind)
+    return load, v
+
+
 def _rows(make: Maker, load: Load, v: Value, axes: tuple[str, ...], run: tuple[int, int], rows: int, like: Value) -> Value | None:
     """What a load reads of `v` as (axes…, rows, classes), spread over the axes of `like`; None where its dims do not run through these in order."""
+    load, v = _unfolded(make, load, v, axes, like)
     last = class_dim(load)
     order: list[int] = []
     shape: list = []

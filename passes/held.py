@@ -6,6 +6,7 @@ from torch import fx
 from .normalise import DROPOUT, SDPA
 from .rules import PRODUCTS, RANDOM
 from .values import Value, ValueGraph
+from .views import VIEWS
 
 FREE_VIEWS = {"view.default", "_unsafe_view.default", "_reshape_alias.default"}
 
@@ -51,3 +52,8 @@ class Held:
             if user.name in FREE_VIEWS and (held := self.holder(user)) is not None:
                 return held
         return None
+
+
+def is_computed(v: Value) -> bool:
+    """By something that what follows is computed along with."""
+    return v.op is not None and (is_computed(v.args[0]) if v.name in VIEWS else v.name not in PRODUCTS)

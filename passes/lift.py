@@ -39,7 +39,7 @@ class Lifted:
     sink    a further score of each row that takes part in the softmax only (an attention sink): with w the weight exp(sink), the
             output is the spec's times sum exp(s) / (sum exp(s) + w) = sigmoid(lse - sink)
     log_sums  log-sum-exps of the scores that other parts of the graph read, and our op yields
-    columns   what stands in q and k as further columns (`columns.py`): how many, at which indices read, of what
+    columns   what stands in q and k as further columns (`columns.py`): how many, at which indices read, of what; stood: is any tensor read apart for that?
     """
 
     spec: AttentionSpec
@@ -56,6 +56,7 @@ class Lifted:
     sink: list[Operand] | None = None
     log_sums: list[LogSum] = field(default_factory=list)
     columns: list[tuple[int, str, Operand]] = field(default_factory=list)
+    stood: bool = False
 
 
 @dataclass
@@ -63,7 +64,7 @@ class _Frame:
     """The axes of the output: each original dim is a list of axes, refined when a view splits one.
 
     The rows are a dim too: heads or batches that were folded into them (`p.reshape(-1, N) @ shared_values`) come out again.
-    parted and leaves: as `Puller` has them.
+    parted, leaves and apart: as `Puller` has them.
     """
 
     dims: list[list[str]]
@@ -71,6 +72,7 @@ class _Frame:
     rows: list[str] = field(default_factory=lambda: ["i"])
     parted: bool = False
     leaves: frozenset[Value] = frozenset()
+    apart: bool = True
 
     def index(self, axes: list[str]) -> Affine:
         out = Affine()
@@ -105,16 +107,16 @@ class _OtherProduct(Exception):
         self.value, self.why = value, why
 
 
-def _frame_of(site: Site, parted: bool = False, leaves: frozenset[Value] = frozenset()) -> _Frame:
+def _frame_of(site: Site, apart: bool, parted: bool = False, leaves: frozenset[Value] = frozenset()) -> _Frame:
     shape = [size(s) for s in site.out.shape]
-    frame = _Frame([[f"x{d}"] for d in range(len(shape) - 2)], {f"x{d}": s for d, s in enumerate(shape[:-2])}, parted=parted, leaves=leaves)
+    frame = _Frame([[f"x{d}"] for d in range(len(shape) - 2)], {f"x{d}": s for d, s in enumerate(shape[:-2])}, parted=parted, leaves=leaves, apart=apart)
     frame.extents["i"] = shape[-2 if site.side == 0 else -1]
     return frame
 
 
-def lift(site: Site, vg: ValueGraph, reached: list[str] | None = None) -> Lifted:
-    """Raises `Refused`. `reached` gets what was understood on the way, a sentence for each step."""
-    frame, why = _frame_of(site), None
+def lift(site: Site, vg: ValueGraph, reached: list[str] | None = None, apart: bool = True) -> Lifted:
+    """Raises `Refused`. `reached` gets what was understood on the way, a sentence for each step; apart: as `Puller`."""
+    frame, why = _frame_of(site, apart), None
     understood = [] if reached is None else reached
     before = len(understood)
     for _ in range(16):
@@ -125,7 +127,7 @@ def lift(site: Site, vg: ValueGraph, reached: list[str] | None = None) -> Lifted
             why = why or other.why
             if other.value in frame.leaves or len(frame.leaves) == 4:
                 raise why from None
-            frame = _frame_of(site, False, frame.leaves | {other.value})
+            frame = _frame_of(site, apart, False, frame.leaves | {other.value})
         except Refused as error:
             raise why if why is not None and isinstance(error, _NoProduct) else error from None
         except SplitAxis as split:
@@ -133,13 +135,13 @@ def lift(site: Site, vg: ValueGraph, reached: list[str] | None = None) -> Lifted
             if not splittable and not frame.parted:
                 why = why or Refused(f"a view splits the {_AXIS.get(split.axis, 'head')} axis by {split.inner}", site.out,
                                      "keep positions and head channels in one dim each")
-                frame = _frame_of(site, True, frame.leaves)
+                frame = _frame_of(site, apart, True, frame.leaves)
                 continue
             if not splittable:
                 raise why from None
             frame.split(split.axis, split.inner)
         except Specialised:
-            frame = _frame_of(site, frame.parted, frame.leaves)
+            frame = _frame_of(site, apart, frame.parted, frame.leaves)
         except NotAffine as error:
             raise Refused(str(error), site.out, "give views the numbers of heads and channels, not sizes of other dims") from None
     raise Refused("the batch axes split without end", site.out, "please report this with the model and the log")
@@ -183,7 +185,7 @@ def _lift_products(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]
     if sink is not None:
         at = tuple(Affine.axis("j") if d == dim else a for d, a in enumerate(at))
     reached.append(f"the softmax normalises over the {n} keys that the second product sums over")
-    puller = Puller(extents, vg.constants, grad=out.grad, held=Held(vg, out.owner), parted=frame.parted, leaves=frame.leaves)
+    puller = Puller(extents, vg.constants, grad=out.grad, held=Held(vg, out.owner), parted=frame.parted, leaves=frame.leaves, apart=frame.apart)
     if out.grad and site.weights.stops_gradient:
         raise gradient_ends(site.weights)
     score = puller.pull(scores, at)
@@ -219,7 +221,7 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]) ->
             outer = outer * extents[name] + Affine.axis(name)
         return (*batch[:-1], outer)
 
-    puller = Puller(extents, vg.constants, grad=call_.grad, held=Held(vg, call_.owner))
+    puller = Puller(extents, vg.constants, grad=call_.grad, held=Held(vg, call_.owner), apart=frame.apart)
     at = lambda t, lead, *own: broadcast((*lead, *own), [size(s) for s in t.shape])
     puller.product = Product(q, at(q, batch, i, d), k, at(k, heads(k), j, d), False, None)
     score: Expr = call("mul", QK, Const(float(number(scale)) if scale is not None else 1.0 / math.sqrt(int(q.shape[-1]))))
@@ -235,8 +237,6 @@ def _lift_call(site: Site, vg: ValueGraph, frame: _Frame, reached: list[str]) ->
     lifted.out_dims = [*frame.dims, ["i"], ["e"]]
     return lifted
 
-
-# ---------------------------------------------------------------------------------------------------- common part
 
 def _compared_with_its_own(score: Expr, puller: Puller) -> Value | None:
     """What a score is compared with that is made of the scores, their largest, say. Computed anew, it differs from itself by rounding."""
@@ -359,7 +359,7 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
         axes=tuple(renamed[n] for n in batch), q=depends(q), k=depends(k), v=depends(v), score=score, visible=shown,
         empty_row=empty, empty_over=over, dropout=float(p), aux=tuple(aux), sizes=tuple(name for _, name in sizes))
     random = None if dropped is None else (dropped.value, dropped.order({n: extents[n] for n in (*batch, "i", "j")}))
-    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink, served)
+    return Lifted(spec, q, k, v, operands, extents, [s for s, _ in sizes], [], tuple(batch), random, product.value, sink, served, stood=puller.stood)
 
 
 def _shortened(e: Expr, frame: _Frame, puller: Puller) -> str:

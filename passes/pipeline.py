@@ -197,7 +197,11 @@ def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: boo
         stage = "lift"
         record.reached.append("a scaled_dot_product_attention call" if site.weights is None else "a softmax between two matrix products")
         try:
-            lifted = widened(site, vg, lift(site, vg, record.reached), record.reached)
+            read = lift(site, vg, record.reached)
+            lifted = widened(site, vg, read, record.reached)
+            if lifted is read and read.stood:  # then joined, as the model makes it: read apart it is gathered
+                record.reached = record.reached[:1]
+                lifted = lift(site, vg, record.reached, apart=False)
             stage = "check"
             problem = check(site, lifted, vg.shape_env, dropout_allowed, device)
             record.reached += [f"{v.owner.name} is gathered at positions that depend on j - i alone: its gradient is made by matrix products, not by atomic additions"

@@ -17,7 +17,7 @@ from flashfx.ops import BY_ATEN, COMPARISONS, OPS
 from .classes import could_stand
 from .constants import closed_form, dim
 from .find import has_product_above
-from .held import Held
+from .held import Held, is_computed
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, is_no_larger, number, quotient, same, size
 from .relative import gathered
 from .rules import PRODUCTS, RULES, Product
@@ -50,6 +50,7 @@ class Puller:
     leaves: products that are not the site's dot product.
     named: leaf name -> what the spec calls a tensor that is read at constants.
     states: what a tensor was before pieces were written that have been met. depth: how many values are being looked through.
+    apart: may a tensor of pairs that views join be read as its parts, where these can stand in q and k? stood: has one been?
     """
 
     extents: dict[str, Size]
@@ -70,6 +71,8 @@ class Puller:
     named: dict[str, str] = field(default_factory=dict)
     states: set[Value] = field(default_factory=set)
     depth: int = 0
+    apart: bool = True
+    stood: bool = False
 
     has_product = staticmethod(has_product_above)
 
@@ -281,15 +284,17 @@ class Puller:
 
     def _is_beside(self, v: Value) -> bool:
         """Does a product above `v` have nothing to do with the site's own, which is known?"""
-        return self.product is not None and has_product_above(v) and (self.product.value is None or self.product.value not in upstream(v))
+        return self.apart and self.product is not None and has_product_above(v) and (self.product.value is None or self.product.value not in upstream(v))
 
     def _joined(self, v: Value, e: Expr, beside: bool) -> bool:
         """Is what a view joins of parts read as it joins them? An element for every pair lies as TMA wants it there. What products yield is read apart only
         where it can stand in q and k."""
         if QK in e.leaves or not e.loads or self.held is not None and not self.held.can(v):
             return False
-        return any(is_no_larger(v.shape, self.loads[load.name].shape) for load in e.loads) \
-            or beside and not could_stand(e, self.loads, self.extents["d"], self.extents["j"], self.product.left.dtype)
+        if any(is_no_larger(v.shape, self.loads[load.name].shape) for load in e.loads):
+            return True
+        self.stood |= (stands := beside and could_stand(e, self.loads, self.extents["d"], self.extents["j"], self.product.left.dtype))
+        return beside and not stands
 
     def _keeps_whole(self, v: Value, e: Expr) -> bool:
         """Do not move float arithmetic on tensors into the kernel when reading its result is no dearer.
@@ -312,7 +317,7 @@ class Puller:
             return False
         pairs = [t for t, load in zip(read, loads) if load.variables]
         fits = all(is_no_larger(v.shape, t.shape) for t in pairs) and v.dtype.itemsize <= max(t.dtype.itemsize for t in pairs)
-        return fits and (all(map(_is_computed, pairs)) or self.grad and any(t.reaches_parameters(through_stops=False) for t in pairs))
+        return fits and (all(map(is_computed, pairs)) or self.grad and any(t.reaches_parameters(through_stops=False) for t in pairs))
 
     def _split(self, x: Index, split: SplitAxis) -> Index:
         """The index with i or j (or a part of it) as quotient and remainder: a mask may be told by the block of a key, `mask[i // 64, j // 64]`."""
@@ -388,11 +393,6 @@ class Puller:
 def _names_positions(e: Expr) -> bool:
     """Does it compute with positions or sizes, but to read tensors?"""
     return isinstance(e, Var) or isinstance(e, Call) and any(map(_names_positions, e.args))
-
-
-def _is_computed(v: Value) -> bool:
-    """By something that what follows is computed along with."""
-    return v.op is not None and (_is_computed(v.args[0]) if v.name in VIEWS else v.name not in PRODUCTS)
 
 
 def gradient_ends(v: Value) -> Refused:

@@ -109,6 +109,33 @@ def test_grouped_queries():
     assert region.columns and region.spec.q > region.spec.k
 
 
+def folded(qkv, high, wide):
+    """Heads are folded into the batch, as SAM has them, and come from one projection: the term's one dim runs through both."""
+    q, k, v = qkv.reshape(B, N, 3, H, D).permute(2, 0, 3, 1, 4).reshape(3, B * H, N, D).unbind(0)
+    out = joined(q, k, v, high, wide)
+    return out.reshape(B, H, N, D).transpose(1, 2).reshape(B, N, H * D)
+
+
+def test_heads_folded_into_the_batch():
+    region, = compare(folded, rand(B, N, 3 * H * D, seed=1), *tables())
+    assert not region.spec.loads and [(n, at) for n, at, _ in region.columns] == [
+        (TALL, "h + b * 3, i // 6, i % 6, j // 6, 0"), (WIDE, "h + b * 3, i // 6, i % 6, j % 6, 0")]
+
+
+@pytest.mark.parametrize("beside", ["a tensor of pairs", "a factor that is read"])
+def test_read_joined_where_they_cannot_stand(beside):
+    """They were read apart for nothing: gathered element by element they would be slower than the tensor that the model makes of them."""
+    def attention(q, k, v, high, wide, more):
+        rows, columns = terms(q, high, wide)
+        s = scores(q, k) * more.exp() if beside == "a factor that is read" else scores(q, k) + more
+        return (s + (rows[..., None] + columns[..., None, :]).reshape_as(s)).softmax(-1) @ v
+
+    more = rand(H, 1, 1, seed=9) if beside == "a factor that is read" else rand(B, H, N, N, seed=9)
+    region, = compare(attention, *qkv(), *tables(), more)
+    assert not region.columns and "bias2[b, h, i, j]" in str(region.spec.score) and "//" not in str(region.spec.score), region.spec
+    assert not any("further columns" in step for step in region.reached)
+
+
 def test_a_batch_of_any_size():
     def attention(q, k, v, high, wide):
         rows, columns = terms(q, high, wide)

@@ -49,6 +49,8 @@ MODELS = {
                 lambda: tokens(16, 512, right=0.4), "B16 N512, padding, relative positions, dropout 0.1"),
     "vit": (lambda n: T.ViTConfig(hidden_size=1024, num_hidden_layers=n, num_attention_heads=16, intermediate_size=4096),
             lambda: {"pixel_values": torch.randn(64, 3, 224, 224)}, "B64 N197"),
+    "sam": (lambda n: T.SamVisionConfig(num_hidden_layers=n, global_attn_indexes=[n - 1]), lambda: {"pixel_values": torch.randn(2, 3, 1024, 1024)},
+            "B2 N4096, one layer of four, and windows of 196, decomposed relative positions"),
     "whisper": (lambda n: T.WhisperConfig(d_model=1024, encoder_layers=n, decoder_layers=n, encoder_attention_heads=16, decoder_attention_heads=16,
                                           encoder_ffn_dim=4096, decoder_ffn_dim=4096, use_cache=False),
                 lambda: {"input_features": torch.randn(8, 80, 3000)} | decoded(8, 448), "B8 N1500 and 448"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashfx.codegen import blocks, gpu, host, launch, triton_host
+from flashfx.codegen import blocks, gpu, launch, triton_host
 from flashfx.codegen.gpu import DEFAULT
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.selfcheck import check, inputs
@@ -86,15 +86,6 @@ def test_more_repeats_are_equal(variant):
     s, p = spec(MORE[variant], "gqa"), problem("gqa", 16, "bfloat16", batch=1, heads=1)
     for a, b in zip(outputs(s, p, TILES[0]), outputs(s, p, TILES[0])):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("programs", [1, 12, 30])
-def test_more_parts_of_a_shared_gradient(programs, monkeypatch):
-    """Of the tiles of a head's bias: a program goes through all five batch indices that share it, through some of them, or through one or two."""
-    monkeypatch.setattr(host, "DENSE_PROGRAMS", programs)
-    monkeypatch.setattr(triton_host, "_MODULES", {})
-    with overridden(**TILES[0]):
-        run(spec(MORE["shared_bias"]), problem("self", 16, "bfloat16", M=41, batch=5, heads=1)).within_budget()
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "misaligned", "odd rows", "strided head"])

@@ -26,3 +26,7 @@ def test_kernels(group, pytestconfig):
 
 def test_sums_by_difference(pytestconfig):
     in_a_process("interpreted_differences.py", "gradient", pytestconfig.getoption("markexpr"))
+
+
+def test_gradients_of_pairs(pytestconfig):
+    in_a_process("interpreted_pairs.py", "gradient", pytestconfig.getoption("markexpr"))
