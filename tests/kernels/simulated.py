@@ -191,7 +191,7 @@ def test_rest_of_many_tiles(variant, kind, head, ordered):
 
 @pytest.mark.parametrize("variant, head, length, listed", thinned([("causal", 64, 320, False), ("causal", 128, 460, False), ("window", 64, 320, False), ("alibi", 128, 320, False),
                                                            ("dropout", 128, 300, False), ("dropout", 64, 300, False), ("bias", 64, 320, False), ("softcap", 96, 320, False),
-                                                           ("documents", 64, 460, True), ("mean_left_padding", 128, 320, True), ("ended_causal", 64, 320, False)], 5))
+                                                           ("documents", 64, 460, True), ("ended_causal", 64, 320, False), ("mean_left_padding", 128, 320, True)], 5))
 def test_rest_of_heads_in_turn(variant, head, length, listed):
     """Whether that pays or not: rows of a tile of keys from the last to the first and, of the program's next one, from the first to the last."""
     with overridden(schedule="hopper", turns=True):
