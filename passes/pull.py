@@ -20,10 +20,10 @@ from .find import has_product_above
 from .held import Held, is_computed
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, is_no_larger, number, quotient, same, size
 from .relative import gathered
-from .rules import PRODUCTS, RULES, Product
+from .rules import RULES, Product
 from .scalars import added, cast_simplified, is_bit, is_exact, kind_of, rounded, simplified
 from .values import Refused, Value, upstream
-from .views import VIEWS, step_through, within
+from .views import step_through, within
 
 WRITTEN = frozenset({"slice_scatter.default", "select_scatter.default", "index_put.default", "diagonal_scatter.default"})
 FEW_PIECES, MOST_PIECES = 4, 16
