@@ -23,11 +23,14 @@ def tiles_of(tensor: torch.Tensor, axes: Sequence[int], rows: int, width: int):
     return TensorDescriptor(tensor, [tensor.shape[d] for d in kept], [tensor.stride(d) for d in kept], [1] * len(axes) + [rows, width])
 
 
-def tma_tiles(tensor: torch.Tensor, axes: Sequence[int], rows: int, width: int):
-    """`tiles_of` for Gluon, whose kernels lay tiles out in shared memory themselves: swizzled as the matrix units read them."""
+def tma_tiles(tensor: torch.Tensor, axes: Sequence[int], rows: int, width: int, sizes: Sequence[int] = ()):
+    """`tiles_of` for Gluon, whose kernels lay tiles out in shared memory themselves: swizzled as the matrix units read them. sizes: where the matrices end, if
+    they are larger; booleans are copied as bytes."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     kept, block = [*axes, tensor.dim() - 2, tensor.dim() - 1], [1] * len(axes) + [rows, width]
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[tensor.dtype]
-    return TensorDescriptor(tensor, [tensor.shape[d] for d in kept], [tensor.stride(d) for d in kept], block,
+    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.uint8: gl.uint8}[tensor.dtype]
+    shape = [*(tensor.shape[d] for d in kept[:-2]), *(sizes or tensor.shape[-2:])]
+    return TensorDescriptor(tensor, shape, [tensor.stride(d) for d in kept], block,
                             gl.NVMMASharedLayout.get_default_for(block, element))

@@ -68,8 +68,8 @@ def _describable(spec: AttentionSpec, q, k, v, grad_out=None) -> bool:
 
 
 def _tiled(spec: AttentionSpec, aux) -> list[str]:
-    """Captured tensors of which TMA can read tiles that are as wide as those of q."""
-    return [a.name for a, t in zip(spec.aux, aux) if t.element_size() == 2 and t.dim() > 1 and describable(t)]
+    """Captured tensors of which TMA can read tiles: as wide as those of q, or booleans of a mask."""
+    return [a.name for a, t in zip(spec.aux, aux) if (t.element_size() == 2 or t.dtype == torch.bool) and t.dim() > 1 and describable(t)]
 
 
 def _copied(spec: AttentionSpec, problem: Problem, device, needs, listed: bool, descriptors: bool, aux, tiled: list[str]) -> list[str]:

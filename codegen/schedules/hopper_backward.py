@@ -19,7 +19,7 @@ from ..reads import across
 from ..writer import Kernel, Writer
 from .common import Body, has_slopes
 from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arguments
-from .hopper_captured import reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
+from .hopper_captured import mask_arguments, reserve_mask, reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
 from .hopper_dq import HALF, add_apart, ds_tile, hand_over_dq, names, reserve_dq, sum_arguments, sum_dq
 from .hopper_keys import adds_apart, by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import has_single_do, is_wide, reserve_numbers, slot_of_last, worked_out
@@ -55,7 +55,7 @@ def keys_kernel(site: Site) -> Kernel:
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
                              sum_arguments(site) | tma_arguments(site, results | {"Taken": "taken", "Order": "order", "together": "together"} | worked_out(site), rows)
-                             | tile_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
+                             | tile_arguments(site, "BLOCK_M", keys) | mask_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
                              [name for name in worked_out(site) if name != "padded"])
     out = kernel.body
     if not site.documents and "tiles" not in worked_out(site):
@@ -78,6 +78,7 @@ def keys_kernel(site: Site) -> Kernel:
     reserve_rows(site, out)
     reserve_ends(site, out)
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
+    reserve_mask(site, out, "STAGES", halves, "BLOCK_M", keys)
     reserve_numbers(site, out)
     barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
     if has_single_do(site):

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Sequence
 
-from ...expr import FLOAT, INT, QK, Const, Load, Var
+from ...expr import BOOL, FLOAT, INT, QK, Const, Load, Var
 from ...region import Problem
 from ...spec import AttentionSpec
 from ..captured import differentiable_loads, dims_of
@@ -21,19 +22,35 @@ from ..writer import Kernel, Writer
 from .common import buffer, has_slopes
 
 
+def _is_matrix(spec: AttentionSpec, load: Load) -> bool:
+    """Are the tensor's last two dimensions row and key, in either order, and the others batch axes or constants?"""
+    *first, a, b = load.index if len(load.index) > 1 else (None, None)
+    plain = all(isinstance(x, Var) and x.name in spec.axes or isinstance(x, Const) and x.kind == INT for x in first)
+    return {a, b} == {Var("i"), Var("j")} and plain and len(load.index) <= 5
+
+
 def candidates(spec: AttentionSpec) -> list[Load]:
-    """Loads whose tensor's last two dimensions are row and key, in either order, and the others batch axes or constants."""
-    found = []
-    for load in spec.score.loads:
-        *first, a, b = load.index if len(load.index) > 1 else (None, None)
-        plain = all(isinstance(x, Var) and x.name in spec.axes or isinstance(x, Const) and x.kind == INT for x in first)
-        if load.kind == FLOAT and {a, b} == {Var("i"), Var("j")} and plain and len(load.index) <= 5:
-            found.append(load)
-    return found
+    """What a score reads of such matrices."""
+    return [load for load in spec.score.loads if load.kind == FLOAT and _is_matrix(spec, load)]
 
 
 def tile_loads(site: Site) -> list[Load]:
     return [load for load in candidates(site.spec) if load.name in site.tiled]
+
+
+def mask_loads(spec: AttentionSpec, tiled: Sequence[str]) -> list[Load]:
+    """What a mask reads of such matrices of booleans: copied a byte an element, for the steps that the mask cuts alone."""
+    return [load for load in _masks(spec) if load.name in tiled]
+
+
+def _masks(spec: AttentionSpec) -> list[Load]:
+    return [load for load in spec.visible.loads if load.kind == BOOL and _is_matrix(spec, load)]
+
+
+def names(spec: AttentionSpec, problem: Problem) -> set[str]:
+    """Captured tensors of which tiles are copied if their strides allow it."""
+    aligned = lambda load: (problem.N if _keys_last(load) else problem.M) % 16 == 0  # TMA wants rows of multiples of 16 bytes
+    return {load.name for load in (*candidates(spec), *filter(aligned, _masks(spec)))}
 
 
 def shares(spec: AttentionSpec, tiled: Sequence[str], axes: Sequence[str]) -> bool:
@@ -92,12 +109,64 @@ def stored_arguments(site: Site, keys: str | int) -> dict[str, str]:
     return out
 
 
+def _mask_name(site: Site, load: Load) -> str:
+    return f"visible_{mask_loads(site.spec, site.tiled).index(load)}"
+
+
+def mask_arguments(site: Site, rows: str | int, keys: str | int) -> dict[str, str]:
+    """Kernel arguments that describe tiles of the mask. They end with the queries and keys, so that False is read beyond, however large the tensor is."""
+    out = {}
+    for load in mask_loads(site.spec, site.tiled):
+        (height, width), sizes = map(_option, _shape(load, rows, keys)), ", ".join(_shape(load, "M", "N"))
+        out[f"{_mask_name(site, load)}_tiles"] = f"tma_tiles({local(load.name)}, {list(range(len(load.index) - 2))}, {height}, {width}, ({sizes}))"
+    return out
+
+
+def reserve_mask(site: Site, out: Writer, places: str, parts: int, rows: str | int, keys: str | int) -> None:
+    """Rings of the mask's tiles. parts: as of `reserve_tiles`."""
+    for load in mask_loads(site.spec, site.tiled):
+        name = _mask_name(site, load)
+        shape = ", ".join([_times(places, parts), *["1"] * (len(load.index) - 2), *_shape(load, rows, keys)])
+        out.assign(f"{name}_ring", f"gl.allocate_shared_memory({name}_tiles.dtype, [{shape}], {name}_tiles.layout)")
+
+
+def mask_from_rings(site: Site, out: Writer, index: str, rows: str | int, keys: str | int, transposed: bool) -> dict[Load, str]:
+    """As `tiles_from_rings`, of the mask: they are read where they are named."""
+    found = {}
+    for load in mask_loads(site.spec, site.tiled):
+        tile = f"{_mask_name(site, load)}_ring.index({index}).reshape([{', '.join(_shape(load, rows, keys))}])"
+        name = out.assign(_mask_name(site, load), f"{tile}{'.permute((1, 0))' if _keys_last(load) == transposed else ''}")
+        found[load] = f"({name}.load(scores) != 0)"
+    return found
+
+
+def expect_with_mask(site: Site, out: Writer, full: str, expected: str, partial: str, place: str, parts: int, rows: int = 0, keys: int = 0) -> None:
+    """Tell a barrier of the bytes of a step, `expected` of them without the mask's, and start the copies of its tiles where it cuts the step. partial: that condition,
+    "True" if always; place: in the rings; rows, keys: from one part to the next."""
+    loads = mask_loads(site.spec, site.tiled)
+    with out.block(f"if {partial}:") if loads and partial != "True" else nullcontext():
+        out.line(f"mbarrier.expect({full}.index(slot), {expected}{' + BLOCK_M * BLOCK_N' * len(loads)})")
+        for load in loads:
+            for n in range(parts):
+                _copy(out, _mask_name(site, load), load, n * rows, n * keys, full, _in_part(place, parts, n))
+    if loads and partial != "True":
+        with out.block("else:"):
+            out.line(f"mbarrier.expect({full}.index(slot), {expected})")
+
+
+def _times(places: str, parts: int) -> str:
+    return f"{places} * {parts}" if parts > 1 else places
+
+
+def _in_part(place: str, parts: int, n: int) -> str:
+    return f"{place} * {parts} + {n}" if parts > 1 else place
+
+
 def reserve_tiles(site: Site, out: Writer, parts: int, rows: str | int, keys: str | int) -> None:
     """Rings of captured tiles. parts: how many warpgroups have a tile of their own in each stage."""
     for load in tile_loads(site):
         name = _name(site, load)
-        copies = f"STAGES * {parts}" if parts > 1 else "STAGES"
-        shape = ", ".join([copies, *["1"] * (len(load.index) - 2), *_shape(load, rows, keys)])
+        shape = ", ".join([_times("STAGES", parts), *["1"] * (len(load.index) - 2), *_shape(load, rows, keys)])
         out.assign(f"{name}_ring", f"gl.allocate_shared_memory({name}_tiles.dtype, [{shape}], {name}_tiles.layout)")
 
 
@@ -122,10 +191,13 @@ def read_tiles(site: Site, out: Writer, full: str, parts: int, rows: int = 0, ke
     for load in tile_loads(site):
         name = _name(site, load)
         for n in range(parts):
-            at = {Var("i"): f"i0 + {n * rows}" if n * rows else "i0", Var("j"): f"j0 + {n * keys}" if n * keys else "j0"}
-            index = ", ".join(str(a.value) if isinstance(a, Const) else at.get(a) or local(a.name) for a in load.index)
-            slot = f"slot * {parts} + {n}" if parts > 1 else "slot"
-            out.line(f"tma.async_copy_global_to_shared({name}_tiles, [{index}], {full}.index(slot), {name}_ring.index({slot}))")
+            _copy(out, name, load, n * rows, n * keys, full, _in_part("slot", parts, n))
+
+
+def _copy(out: Writer, name: str, load: Load, row: int, key: int, full: str, place: str) -> None:
+    at = {Var("i"): f"i0 + {row}" if row else "i0", Var("j"): f"j0 + {key}" if key else "j0"}
+    index = ", ".join(str(a.value) if isinstance(a, Const) else at.get(a) or local(a.name) for a in load.index)
+    out.line(f"tma.async_copy_global_to_shared({name}_tiles, [{index}], {full}.index(slot), {name}_ring.index({place}))")
 
 
 # ------------------------------------------------------------------------------------------------------------ gradient

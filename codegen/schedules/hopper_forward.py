@@ -14,7 +14,7 @@ from ..program import Program
 from ..reads import across
 from ..writer import Kernel, Writer
 from .ends import ended
-from .hopper_captured import read_tiles, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
+from .hopper_captured import expect_with_mask, mask_arguments, mask_from_rings, read_tiles, reserve_mask, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_lists import list_arguments, listed_tiles, tile_start
 from .hopper_locate import by_row_tiles, descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, tiles_of_rows, told_at, told_of, worked_out
 from .hopper_output import finish, reads_again, staged
@@ -38,7 +38,7 @@ def forward_kernel(site: Site) -> Kernel:
     kernel = WarpSpecialized("attention_forward", "One program for each multiprocessor: takes tiles of query rows, one after the other.",
                              tma_arguments(site, {"Taken": "taken"} | worked_out(site) | list_arguments(site, "j"),
                                            {"Q": ROWS, "K": "BLOCK_N", "V": "BLOCK_N", "Out": ROWS})
-                             | tile_arguments(site, ROWS, "BLOCK_N"),
+                             | tile_arguments(site, ROWS, "BLOCK_N") | mask_arguments(site, ROWS, "BLOCK_N"),
                              ("BLOCK_M", "BLOCK_N", "STAGES"), "FORWARD", [*worked_out(site), *(["lists", "list_length"] if site.listed else [])])
     out = kernel.body
     if not is_by_host(site) and not is_uneven(site):
@@ -49,6 +49,7 @@ def forward_kernel(site: Site) -> Kernel:
     reserve(site, out, "k_ring", "K", "STAGES", "BLOCK_N")
     reserve(site, out, "v_ring", "V", "STAGES", "BLOCK_N")
     reserve_tiles(site, out, warpgroups, ROWS, "BLOCK_N")
+    reserve_mask(site, out, PLACES, warpgroups, ROWS, "BLOCK_N")
     for c, name, _ in staged(site):
         if name.startswith("out"):
             out.assign(name, f"gl.allocate_shared_memory({tiles_name('Out', c)}.dtype, [{warpgroups}, {block_shape(site, 'Out', ROWS, c)}], "
@@ -65,7 +66,7 @@ def forward_kernel(site: Site) -> Kernel:
     if narrows(site):
         function, takes, gives = locate_own(site)
         own = ", ".join(gives) + " = " + kernel.function(function, takes, gives).replace("begin", "start", 1)
-    attend, producer = _attend(site, partial, call, returns, own), _load_tiles(site, call, returns)
+    attend, producer = _attend(site, partial, call, returns, own), _load_tiles(site, partial, call, returns)
     reads = max(site.D, site.Dv) > 192 and not by_hand(site) if spec.dropout else by_hand(site)
     registers, few = READING if reads and warpgroups == 2 else REGISTERS[warpgroups]
     kernel.start([*((attend, [str(n)], 4, registers) for n in range(warpgroups)), (producer, [], 1, few)])
@@ -80,10 +81,11 @@ def _q_phase(site: Site, turn: str = "turn") -> str:
     return f"{turn} & 1" if site.q_tiles == 1 else f"{turn} // {site.q_tiles} & 1"
 
 
-def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
+def _load_tiles(site: Site, partial: str, locate: str, returns: list[str]) -> Partition:
     producer = Partition("load_tiles", "One warp: copies query tiles, and K and V tile by tile, as places in their rings become free.")
     out, uneven = producer.body, is_uneven(site)
     width = sum(c.width for c in site.qk_chunks)
+    asked = "t < tl.maximum(partial_tiles, 1)" if site.listed else partial  # of listed tiles the first is taken for one that the mask cuts
     out.assign("number", "tl.program_id(0)")
     if uneven and not is_by_host(site):
         out.assign("last", " * ".join([tiles_of_rows(site), *(f"late({extent(a)}, number)" for a in site.spec.axes)]) + " - 1")
@@ -120,7 +122,11 @@ def _load_tiles(site: Site, locate: str, returns: list[str]) -> Partition:
             for letter, operand, captured in (("k", "K", tile_bytes(site)), ("v", "V", "")):
                 wide = sum(c.width for c, _, _ in pieces(site, operand))
                 out.line(f"mbarrier.wait({letter}_empty.index(slot), phase ^ 1)")
-                out.line(f"mbarrier.expect({letter}_full.index(slot), BLOCK_N * {wide * 2}{captured})")
+                expected = f"BLOCK_N * {wide * 2}{captured}"
+                if letter == "k":
+                    expect_with_mask(site, out, "k_full", expected, asked, f"tile % {PLACES}", site.warpgroups, rows=ROWS)
+                else:
+                    out.line(f"mbarrier.expect({letter}_full.index(slot), {expected})")
                 read_by_tma(site, out, operand, "j0", "BLOCK_N", f"{letter}_full.index(slot)", f"{letter}_ring", "slot", expect=False)
                 if captured:
                     read_tiles(site, out, "k_full", site.warpgroups, rows=ROWS)
@@ -339,6 +345,8 @@ def _enter(site: Site, program: Program, out: Writer, partial: str) -> None:
         out.assign("j", "j0 + cols")
     tiled = tile_loads(site)
     program.body.names |= {load: f"captured_tile_{n}" for n, load in enumerate(tiled)}
+    if partial:
+        program.body.names |= mask_from_rings(site, out, f"tile % {PLACES} * {site.warpgroups} + WARPGROUP", ROWS, "BLOCK_N", False)
     for load in site.raw.loads:
         if {"i", "j"} <= load.variables and load not in (*tiled, *ended(site)):
             program.value(load)

@@ -288,7 +288,7 @@ def worked_out(site: Site) -> dict[str, str]:
         return {"padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"} | list_arguments(site, "i")
     tiles = "triton.cdiv(N, KEYS['BLOCK_N'])"
     found = {"work": f"{tiles} * {count(site.axes_of('k', 'v'))}", "padded": f"triton.cdiv(M, {PADDING}) * {PADDING}"}
-    return found | ({"tiles": tiles} if by_hand(site) or not is_split(site) and (site.tiled or is_apart(site)) else {}) | list_arguments(site, "i")
+    return found | ({"tiles": tiles} if by_hand(site) or not is_split(site) and (tile_loads(site) or is_apart(site)) else {}) | list_arguments(site, "i")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ..parts import Site, chunks
 from ..ranges import bounds
 from ..reads import averages
 from .hopper import is_laden
-from .hopper_captured import outermost, shares
+from .hopper_captured import mask_loads, outermost, shares
 from .hopper_locate import by_host, takes_key_tiles, takes_row_tiles, tells, visits_together
 from .hopper_vectors import WORDS, compared, groups, vector_bytes, vectors, shares_words
 
@@ -81,7 +81,8 @@ def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages
                    directly: bool = False) -> list[tuple[int, int]]:
     q, v = _pieces(problem.D), _pieces(problem.Dv)
     found = _tiles(queries * m // ROWS, ROWS, q) + _tiles(stages, n, q) + _tiles(stages, n, v)
-    return found + _tiles(m // ROWS, ROWS, _staged_apart(problem, directly)) + _captured_tiles(spec, m, n, stages, tiled)
+    found += _tiles(m // ROWS, ROWS, _staged_apart(problem, directly)) + _captured_tiles(spec, m, n, stages, tiled)
+    return found + [((stages + 1) * m * n, 1024)] * len(mask_loads(spec, tiled))
 
 
 def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False,
@@ -112,6 +113,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     paired = not (split or wide)  # `hopper_keys.adds_apart`
     found = _tiles(stages, m, q) + _tiles(1 if single else stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * min(w, 128) * 4, 1024) for w in q]
     found += [((stages if split else 1) * 2 * m * n, 1024)] * (1 + wide) + _captured_tiles(spec, m, n, stages, tiled)
+    found += [(stages * m * n, 1024)] * len(mask_loads(spec, tiled))
     if not is_counted(spec):
         rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
         sums = 8 * n * sum(map(ends, spec.score.loads))  # beyond the ends of tables

@@ -14,7 +14,7 @@ from ..program import Program, pointer
 from ..writer import Writer
 from .documents import MIXED, SHARE
 from .common import mean_share, padded_rows
-from .hopper_captured import left_out, read_tiles, tile_bytes
+from .hopper_captured import expect_with_mask, left_out, read_tiles, tile_bytes, tile_loads
 from .hopper import read_by_tma, segments
 from .hopper_lists import listed_tiles, row_place, row_start, tile_start
 from .hopper_keys import HALF, MOST_TILES, NEXT, adds_apart, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, is_wide, key_loads, key_ring, partial_tiles, rows_told
@@ -73,7 +73,7 @@ def _rows(site: Site, out: Writer) -> str:
         partial = listed_tiles(site, out, "i")
     else:
         partial = _segments(site, out)
-        stop = "late(stop, nth)" if site.by_keys.is_total and site.tiled and len(site.qk_chunks) > 1 else "stop"
+        stop = "late(stop, nth)" if site.by_keys.is_total and tile_loads(site) and len(site.qk_chunks) > 1 else "stop"
         out.assign("count", f"tl.cdiv({stop} - start, BLOCK_M)")
     if site.documents:
         return partial
@@ -246,7 +246,8 @@ def _load_rows(site: Site, program: Program, out: Writer, halves: int, half: int
     else:
         out.line("mbarrier.wait(rows_empty.index(slot), phase ^ 1)")
     wide = sum(c.width for c in site.qk_chunks)
-    out.line(f"mbarrier.expect(q_full.index(slot), BLOCK_M * {wide * 2}{tile_bytes(site)})")
+    asked = partial if partial_tiles(site) not in ("", "True") else "True"
+    expect_with_mask(site, out, "q_full", f"BLOCK_M * {wide * 2}{tile_bytes(site)}", asked, "slot", halves, keys=half)
     read_by_tma(site, out, "Q", "i0", "BLOCK_M", "q_full.index(slot)", "q_ring", "slot", expect=False)
     read_tiles(site, out, "q_full", halves, keys=half)
     tell_row(site, out, partial)

@@ -10,6 +10,7 @@ from ..within import hidden_outside, interval
 from ..writer import Writer
 from .ends import ended, warpgroup_score
 from .forward import is_finite
+from .hopper_captured import mask_loads, tile_loads
 from .hopper import ROWS, compares, is_crowded, tiles_name
 from .hopper_locate import adds_position, descends
 from .hopper_vectors import WORDS, compared, cut, groups, hidden_by_data, shares_words
@@ -53,9 +54,10 @@ def _is_short_of_registers(site: Site) -> bool:
     spec, head, read = site.spec, max(site.D, site.Dv), site.spec.visible.loads
     if head > 128 and _is_laden(site) or not site.whole and any("j" in load.variables for load in read):
         return True
+    copied = mask_loads(spec, site.tiled)
     if 96 < head <= 128:
-        return spec.dropout > 0 or any(load.kind == BOOL and {"i", "j"} <= load.variables for load in read)
-    return bool(ended(site) or head > 64 and site.tiled)
+        return spec.dropout > 0 or any(load.kind == BOOL and {"i", "j"} <= load.variables and load not in copied for load in read)
+    return bool(ended(site) or head > 64 and tile_loads(site))
 
 
 def awaits_values(site: Site) -> bool:

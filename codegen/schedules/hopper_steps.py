@@ -12,7 +12,7 @@ from ..writer import Writer
 from .common import Body, scaled
 from .ends import classify, ended
 from .hopper import position, tile_view
-from .hopper_captured import left_out, store_ds, stored_load, tiles_from_rings
+from .hopper_captured import left_out, mask_from_rings, store_ds, stored_load, tiles_from_rings
 from .hopper_dq import ds_tile, finish_dq, frees_early, is_halved, look
 from .hopper_keys import adds_apart, by_hand, do_place, is_split, is_wide, keys_at, keys_from_rings, row_at, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
@@ -76,8 +76,9 @@ def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> 
     if len(ended(site)) == 1 and (is_split(site) or not summed(site) or len(site.qk_chunks) > 1):  # of more tables it is cheaper to keep what they share
         program.latest = "told"
     rows_from_rings(site, program)
-    tiles = tiles_from_rings(site, out, "slot" if warps == WARPS else "slot * 2 + PART", "BLOCK_M", rows, True)
-    program.body.names |= tiles
+    place = "slot" if warps == WARPS else "slot * 2 + PART"
+    tiles = tiles_from_rings(site, out, place, "BLOCK_M", rows, True)
+    program.body.names |= tiles | mask_from_rings(site, out, place, "BLOCK_M", rows, True)
     for load in site.raw.loads:
         if is_split(site) and {"i", "j"} <= load.variables and load not in (*tiles, *ended(site)):
             program.value(load)

@@ -106,7 +106,7 @@ def _specialize(partitions, warps, registers) -> None:
 
 def _allocate(dtype, shape, layout=None) -> Shared:
     shape = [int(n) for n in shape]
-    data = torch.full(shape, float("nan") if dtype.is_floating_point else -12345 if dtype != torch.bool else True, dtype=dtype)
+    data = torch.full(shape, float("nan") if dtype.is_floating_point else 77 if dtype in (torch.bool, torch.uint8) else -12345, dtype=dtype)
     return Shared(data, [simulator.Place() for _ in range(shape[0])])
 
 

@@ -260,7 +260,7 @@ def _load_tile(descriptor: Descriptor, coordinates, barrier: Shared, shared: Sha
         raise Race("a copy fills what another still " + ("fills" if place.filling else "reads"))
     assert list(shared.data.shape) == descriptor.block, (shared.data.shape, descriptor.block)
     place.filling, place.version, place.unfenced = 1, place.version + 1, set()
-    shared.data.fill_(float("nan"))
+    shared.data.fill_(float("nan") if shared.data.is_floating_point() else 77)
 
     def finish() -> None:
         whole, inside, own = descriptor.box(coordinates)

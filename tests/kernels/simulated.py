@@ -19,7 +19,7 @@ from flashfx.codegen.selfcheck import inputs
 
 from ..thinning import thinned
 from . import gluon_dialect, gluon_simulator
-from .cases import CORE, IDS, KINDS, MORE, problem, spec
+from .cases import CORE, IDS, KINDS, MORE, Variant, problem, spec
 from .gluon_simulator import Deadlock, Race
 from .random_spec import draw
 from .run import rising, run
@@ -48,7 +48,7 @@ def check(variant: str, kind: str, dtype: str, head: int, length: int, **options
     s, p = spec(EVERY[variant], kind), problem(kind, head, dtype, **{"M": length, "batch": 1 if length > 200 else 2} | options.pop("shape", {}))
     assert make_plan(s, p, CARD, "forward").schedule == "hopper"
     gluon_simulator.SEED[0] = head + length
-    run(s, p, **options).within_budget()
+    run(s, p, **{"gradients": make_plan(s, p, CARD, "backward").schedule == "hopper"} | options).within_budget()  # the portable backward has tests of its own
 
 
 @pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 11))
@@ -86,6 +86,23 @@ def test_rest_of_rows_at_odd_strides(variant, width, stored):
     check(variant, "self", "bfloat16", 64, 256, operands=(q, k, v, aux, seed, sizes))
     texts = [Path(module.__file__).read_text() for module in triton_host._MODULES.values()]
     assert any("Captured_tiles" in text for text in texts) == stored
+
+
+MASKS = {"one": "keep[b, 0, i, j]", "causal": "(j <= i) & keep[b, 0, i, j]", "across": "keep[b, 0, j, i]", "negated": "~keep[b, 0, i, j]", "either": "keep[b, h, i, j] | (j <= i)"}
+
+
+@pytest.mark.parametrize("mask, kind, head, filled", [("one", "self", 64, 0.5), ("causal", "gqa", 128, 0.5), ("across", "self", 128, 0.9), ("negated", "gqa", 64, "blocks"),
+                                                      ("either", "self", 64, "blocks"), ("one", "gqa", 192, "blocks")])
+def test_rest_of_masks_by_tma(mask, kind, head, filled):
+    """Of a buffer that is larger, with True behind the queries and keys. "blocks": whole tiles are visible, others hidden; nothing is copied for them."""
+    s, p = spec(Variant(("keep: bool[4]",), where=MASKS[mask], empty="zero"), kind), problem(kind, head, "bfloat16", M=272, N=272, batch=1)
+    q, k, v, (keep,), seed, sizes = inputs(s, p)
+    whole = torch.rand(*keep.shape[:2], 320, 336, generator=torch.Generator().manual_seed(head)) < (0.5 if filled == "blocks" else filled)
+    if filled == "blocks":
+        whole[..., :128, 128:], whole[..., 128:, :256] = mask == "negated", mask != "negated"
+    whole[..., 272:], whole[..., 272:, :] = True, True
+    run(s, p, operands=(q, k, v, [whole[..., :272, :272]], seed, sizes), listed=filled == "blocks").within_budget()
+    assert all("visible_0_ring" in Path(module.__file__).read_text() for module in triton_host._MODULES.values())
 
 
 @pytest.mark.parametrize("variant, head", thinned([(v, (64, 128)[n % 2]) for n, v in enumerate(LISTED)] + [("documents", 128), ("documents", 80)], 3))
