@@ -108,8 +108,9 @@ def generated(asked: Asked) -> list[Tiles]:
             *found, one = [(64, 128 if head <= 128 else 64, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
             return found if not _exceeds(asked, found[-1], _shared(asked, found[-1])) else [one]  # above 64 one stage mostly spills
         # of documents the warp that copies finds out much between two tiles of rows: H200, head size 64, N = 4096, tiles at multiples of 128, a third stage 4 % faster
+        # of 128 keys a third is 0 to 25 % slower at head size 128 (and spilled 4 bytes)
         deep = head <= 64 and hopper_locate.takes_row_tiles(spec, asked.tiled, max(problem.D, problem.Dv), listed)
-        return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in ((3,) if deep else (3, 2))
+        return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in ((3,) if deep else (2,) if n == 128 and head > 96 else (3, 2))
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
         crowded = grouped(spec) and (head > 64 and is_overfull(spec) or head > 128 and spec.dropout > 0) or head == 160 and is_overfull(spec)
@@ -299,11 +300,12 @@ def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tu
 
 @functools.lru_cache(maxsize=4096)
 def rounded(problem: Problem) -> Problem:
-    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …): one choice holds for a range, and dynamic sizes need few kernels."""
-    def up(size: int) -> int:
-        unit = 1 << max(0, size.bit_length() - 2)
+    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …), those of the batch, which multiply, to three: one choice holds for a range, and dynamic
+    sizes need few kernels."""
+    def up(size: int, bits: int = 2) -> int:
+        unit = 1 << max(0, size.bit_length() - bits)
         return -(-size // unit) * unit
-    return replace(problem, extents=tuple(map(up, problem.extents)), M=up(problem.M), N=up(problem.N))
+    return replace(problem, extents=tuple(up(e, 3) for e in problem.extents), M=up(problem.M), N=up(problem.N))
 
 
 @functools.lru_cache(maxsize=4096)

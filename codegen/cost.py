@@ -305,7 +305,7 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
         return Size(work)
     by_keys = kernel in ("keys", "one_pass")
     rows, inner = (n, m) if by_keys else (m, n)
-    tail = 1.0 if (schedule, kernel) == ("hopper", "forward") else _tail(outer / gpu.sms)  # its programs take tile after tile
+    tail = max(1.0, gpu.sms / outer) if (schedule, kernel) == ("hopper", "forward") else _tail(outer / gpu.sms)  # its programs take tile after tile
     matrix, element = products / gpu.matrix_rate * tail, exps / gpu.exp_rate * tail
     near = known.gathered(m, n, visible) / max(visible, 1)  # beyond the ends of a table one number serves a tile
     loads = near * sum(schedule == "triton" or not relative for _, relative, _ in known.loads)  # Hopper reads those at j - i while products run
@@ -319,8 +319,8 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
 
 MANY = 3
 """Stages from which on none hides more."""
-MULTIPLIED, SPLIT, ELEMENT, WIDE, SOLO, PRESSURE, TILE, SHALLOW, NARROW, NESTED, TURN, RESTART = map(Rate._fields.index, (
-    "matrix", "split", "element", "wide", "solo", "pressure", "tile", "shallow", "narrow", "nested", "turn", "restart"))
+MULTIPLIED, SPLIT, ELEMENT, WIDE, SOLO, PRESSURE, TILE, SHALLOW, IDLE, NARROW, NESTED, TURN, RESTART = map(Rate._fields.index, (
+    "matrix", "split", "element", "wide", "solo", "pressure", "tile", "shallow", "idle", "narrow", "nested", "turn", "restart"))
 """Places of the terms that warps, stages, registers and programs decide, and of those that they follow from."""
 
 
@@ -340,12 +340,11 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
         found[WIDE] = element
     if resident == 1:
         found[SOLO] = element
+    elif whole and portable and size.outer < programs:
+        found[IDLE] = each * (1 - max(size.outer / programs, 1 / resident))
     found[PRESSURE] = element * (max(0.0, registers - (200 if portable else 170 if m <= 128 else 130)) / 55)
     found[SHALLOW] = each * max(0.0, 1 / stages - 1 / (MANY if portable else warps // 4))
-    if inner < 64:
-        found[NARROW] = each
-    if by_keys and known.share > 1:
-        found[NESTED] = each
+    found[NARROW], found[NESTED] = each * (inner < 64), each * (by_keys and known.share > 1)
     return found
 
 
@@ -391,10 +390,10 @@ def least(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known: F
     if not size.terms:
         return 0.0
     found = _filled(size, schedule, kernel, tiles, known, gpu, scalar, resident, registers)
-    of_scores, turns = _sum(found, rate, MATRIX) + _sum(found, rate, SPECIAL), _sum(found, rate, TURNS)
-    busy = of_scores + turns
+    found[IDLE] = 0.0  # a multiprocessor that holds fewer programs idles less
+    busy = _sum(found, rate, MATRIX) + _sum(found, rate, SPECIAL) + _sum(found, rate, TURNS)
     if (schedule, kernel) == ("triton", "forward") and size.outer < gpu.sms * resident:  # parts may fill all waves; another kernel adds them up
         divided = _filled(size, schedule, kernel, tiles, known, gpu, scalar, resident, registers, whole=False)
-        busy = min(busy, of_scores / size.tail + _sum(divided, rate, TURNS) + LAUNCH)
+        busy = min(busy, (_sum(divided, rate, MATRIX) + _sum(divided, rate, SPECIAL)) / size.tail + _sum(divided, rate, TURNS) + LAUNCH)
     moved = max(size.work.once / BANDWIDTH, (size.work.once + size.work.again) / CACHE) / gpu.bandwidth
     return (max(busy, moved) + rate.launch) * (1 - 1e-9)  # sums are rounded

@@ -244,8 +244,8 @@ def late(size, now):
 
 APART = '''@gluon.jit
 def apart(values, one):
-    """The most that any of some integers differs from `one`: 0 not at all, 1 in the low word alone, 2 in the high one. The greatest of
-    small numbers is found sooner than the least and the greatest of 64-bit ones."""
+    """The most that any of some integers differs from `one`: 0 not at all, 1 in the low word alone, 2 in the high one. The
+    greatest of small numbers is found sooner than the least and the greatest of 64-bit ones."""
     one = one.to(gl.int64)
     high = (values.to(gl.int64) >> 32) != (one >> 32)
     return gl.max((values != one).to(gl.int32) + high.to(gl.int32), 0)'''
@@ -277,7 +277,8 @@ def phase_in(at, PLACES: gl.constexpr):
 
 STORE_ROWS = '''@gluon.jit
 def store_rows(tile, cells, stride, row, end, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
-    """A tile that lies in shared memory, of rows `row` on, to memory, but not `end` and those behind: they are another tile's. cells: where its first row is."""
+    """A tile that lies in shared memory, of rows `row` on, to memory, but not `end` and those behind: they are
+    another tile's. cells: where its first row is."""
     ROWS: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
     STEP: gl.constexpr = max(8, 256 // WIDTH * WARPS)  # rows at a time, 16 bytes a thread

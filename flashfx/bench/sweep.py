@@ -34,6 +34,7 @@ VARIANTS = {
     "trained": (("bias: float[3]",), "qk * 0.125 + bias[h, i, j]", "", "", (True,)),
     "dropout": ((), "qk * 0.125", "j <= i", "0.1", ()),
     "softcap": ((), "tanh(qk * 0.00416) * 30.0", "j <= i", "", ()),
+    "mask": (("keep: bool[3]",), "qk * 0.125", "keep[b, i, j]", "", (False,)),
     "alibi": (("slope: float[1]",), "qk * 0.125 + slope[h] * to_float(j - i)", "j <= i", "", (False,)),
 }
 
@@ -63,12 +64,17 @@ class Workload:
 
     def __str__(self) -> str:
         p = self.problems[0]
-        return f"{self.variant}{' grouped' if self.grouped else ''} d={p.D} {p.dtype}{' decode' if p.M == 1 else ''}"
+        return f"{self.variant}{' grouped' if self.grouped else ''} d={p.D} {p.dtype}{' decode' if p.M == 1 else ' few' if self.has_few else ''}"
+
+    @property
+    def has_few(self) -> bool:
+        """Are there much fewer queries than keys? Then keys may be split in parts."""
+        return self.problems[0].M * 8 <= self.problems[0].N
 
 
 def shape(length: int, head: int, grouped: bool, dtype: str, queries: int | None = None) -> Problem:
     """Some 16k to 128k tokens. No extent is 1 or a multiple of 16: Triton compiles those anew."""
-    batch = {128: 36, 256: 30, 512: 12, 2048: 6, 4096: 4, 8192: 2}.get(length, 2)
+    batch = {128: 36, 256: 30, 512: 12, 1024: 12, 2048: 6, 4096: 4, 8192: 2}.get(length, 2)
     heads = 12 if length <= 8192 else 2
     batch = 36 if queries else batch
     return Problem((batch, 2, heads // 2) if grouped else (batch, heads), queries or length, length, head, head, dtype, dtype)
@@ -83,7 +89,8 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
         made = lambda name, n: Problem((2, 3), n, n, 16, 16, "float16", "float16")
         return [Workload("causal", False, (made("causal", 128),)), Workload("trained", False, (made("trained", 128),))]
     usual, long = (512, 2048, 8192), (128, 2048, 8192, 65536)
-    chosen = [("causal", 128, long), ("causal", 64, long), ("full", 64, long), ("full", 128, usual), ("bias", 64, usual), ("bias", 128, usual),
+    every = (128, 512, 1024, 2048, 8192, 65536)
+    chosen = [("causal", 128, every), ("causal", 64, every), ("full", 64, every), ("full", 128, every), ("bias", 64, usual), ("bias", 128, usual),
               ("dropout", 64, usual), ("dropout", 128, usual), ("window", 64, long), ("window", 128, usual), ("gqa", 128, long), ("gqa", 64, usual),
               ("softcap", 64, usual), ("softcap", 128, usual), ("causal", 256, usual), ("full", 32, usual), ("causal", 80, usual), ("alibi", 64, usual),
               ("alibi", 128, usual), ("full", 192, usual), ("trained", 64, (512, 2048, 4096)),
@@ -95,6 +102,11 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
     few = lambda head: replace(shape(32768, head, True, "bfloat16", 1), extents=(3, 2, 6))  # fewer programs than a card holds
     found[8:8] = [Workload("full", True, (*(shape(n, head, True, "bfloat16", 1) for n in (2048, 32768)), few(head))) for head in (64, 128)]
     found.append(Workload("causal", False, tuple(shape(n, 64, False, "float32") for n in (512, 2048))))
+    found += [Workload("mask", False, tuple(shape(n, head, False, "bfloat16") for n in (512, 2048))) for head in (64, 128)]
+    shapes = {32: ((9, 7, 100, 16384), (9, 7, 100, 4096), (2, 9, 100, 16384)), 64: ((9, 7, 100, 4096), (5, 13, 250, 4096), (2, 15, 500, 8192)),
+              128: ((9, 14, 120, 8192), (2, 9, 500, 8192))}  # as many programs as a card holds, or fewer
+    found += [Workload(variant, False, tuple(Problem((b, h), m, n, head, head, "bfloat16", "bfloat16") for b, h, m, n in sizes))
+              for head, sizes in shapes.items() for variant in ("full", "mask")]
     return found
 
 
@@ -158,7 +170,7 @@ def jobs(workload: Workload, gpu: GPU, schedules: Sequence[str] = SCHEDULES) -> 
             found += [Job(workload, direction, "hopper", ((kernel, t),), gpu) for t in offers(workload, gpu, "hopper", kernel)]
     if "triton" not in schedules:
         return found
-    found += [Job(workload, "forward", "triton", (("forward", t),), gpu, parts) for t in offers(workload, gpu, "triton", "forward") for parts in ((1, 0) if decodes else (1,))]
+    found += [Job(workload, "forward", "triton", (("forward", t),), gpu, parts) for t in offers(workload, gpu, "triton", "forward") for parts in ((1, 0) if workload.has_few else (1,))]
     if not decodes:
         lists = {kernel: offers(workload, gpu, "triton", kernel) for kernel in ("keys", "rows", *(("dense",) if any(job_needs(workload)[3:]) else ()))}
         for n in range(max(map(len, lists.values()))):

@@ -339,7 +339,7 @@ REFUSED = [
     ("full", {"dtype": "float32"}, "forward", "one 16-bit type, not float32"), ("full", {"v_dtype": "float16"}, "forward", "not bfloat16 and float16"),
     ("full", {"D": 20}, "forward", "not aligned to 16 bytes"), ("full", {"D": 320}, "backward", "head sizes above 256"),
     ("full", {"M": 64}, "forward", "64 query rows leave its second warpgroup idle"), ("alibi", {}, "backward", "not read at both row and key need gradients"),
-    ("full", {"D": 128, "Dv": 64}, "backward", "of head sizes 128 and 64 it is not known to be faster"), ("softcap", {"M": 512}, "forward", "the portable schedule is predicted faster"),
+    ("full", {"D": 128, "Dv": 64}, "backward", "of head sizes 128 and 64 it is not known to be faster"), ("window", {"M": 512}, "forward", "the portable schedule is predicted faster"),
 ]
 
 
