@@ -165,7 +165,8 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
             grid = f"{grid[:-1]} parts)"
         found["forward"].call(f"(min({site.programs}, {grid[1:-2]}),)" if site.warpgroups else grid, out)
         if site.parts:
-            found["combine"].call(f"({count(site.spec.axes)} * M,)", out)
+            out.line("combined = shared_out(parts)")
+            found["combine"].call(f"(triton.cdiv({count(site.spec.axes)} * M, combined['ROWS']),)", out)
         if "empty rows" in found:
             found["empty rows"].call(_grid("EMPTY_ROWS", "BLOCK_M", "M", site.spec.axes), out)
         out.line("return out, lse")

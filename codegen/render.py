@@ -14,7 +14,7 @@ from .load import load
 from .parts import Site
 from .philox import KEEP_TILE, NATIVE_SWAP, SWAP
 from .plan import Plan, all_needs, make_plan
-from .schedules import combine, hopper_around, hopper_memory
+from .schedules import hopper_around, hopper_memory
 from .program import helpers
 from .schedules import documents, key_tiles, row_tiles
 from .schedules.blocks import LISTS, ROWS, blocks_kernel
@@ -100,8 +100,8 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line(f"from flashfx.codegen.captured import {', '.join(sums)}")
     if plan.listed:
         out.line("from flashfx.codegen.blocks import lists_for" + ", tiles_for" * ("tiles_for(" in body))
-    if "parts_of(" in body:
-        out.line("from flashfx.codegen.split import parts_of")
+    if split_names := [name for name in ("parts_of", "shared_out") if f"{name}(" in body]:
+        out.line(f"from flashfx.codegen.split import {', '.join(split_names)}")
     if "tile_counter(" in body:
         out.line("from flashfx.codegen.counters import tile_counter")
     if "long_first(" in body:
@@ -125,8 +125,6 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
     out.line(f"PROBLEM = {problem!r}")
     out.line(f"NEEDS = {site.needs!r}", "which of q, k, v and the captured tensors get gradients")
     out.line(f"FORWARD = {plan.options!r}")
-    if site.parts:
-        out.line(f"COMBINE = {{'TOGETHER': {combine.TOGETHER}, 'num_warps': 4}}")
     if site.warpgroups and site.averages:
         out.line(f"EMPTY_ROWS = {hopper_around.options(site.spec)!r}")
     if backward is not None:
