@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 
 import pytest
@@ -92,7 +93,20 @@ def test_a_replay_launches_what_triton_launches(gpu, parts, within, recorder, mo
         _, q, k, v, aux, seed = operands(TEXT, problem, n)
         calls.append((q, k, v, seed, *aux))
     for launched in _compared(recorder, both, calls):
-        assert len(launched) >= 4 if parts == 1 else [grid for _, grid, _ in launched] == [(16, 3, 1), (1024, 1, 1)]
+        assert len(launched) >= 4 if parts == 1 else [grid for _, grid, _ in launched] == [(16, 3, 1), (128, 1, 1)]  # eight of 1024 rows a program, four places for the three parts
+
+
+def test_a_replayed_mask_is_seen_as_bytes(recorder, monkeypatch):
+    """Tiles of booleans come by TMA from a view of each call's own tensor."""
+    monkeypatch.setattr(driver, "_active", _Driver(90))
+    spec = AttentionSpec.parse("attention[b, i, j]; given keep: bool[3]; qk = q[b, i] . k[b, j]; score = qk; where keep[b, i, j]; empty zero; out = softmax_j(score) . v[b, j]")
+    problem = Problem((2,), 256, 256, 64, 64, "bfloat16", "bfloat16")
+    with overridden(schedule="hopper"):
+        module = load(render(spec, make_plan(spec, problem, BY_NAME["H100"], "forward", listed=False), problem, (False,) * 4).text)
+    replay.watch_launches(module)
+    calls = [(*(torch.randn(2, 256, 64).bfloat16() for _ in range(3)), torch.rand(2, 256, 256) < 0.5) for _ in range(2)]
+    for launched in _compared(recorder, lambda q, k, v, keep: [*module.forward(q, k, v, (keep,), None, (2,))], calls):
+        assert [name for name, _, _ in launched] == ["attention_forward"] and "visible_0" in inspect.getsource(module)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
