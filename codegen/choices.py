@@ -13,7 +13,7 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Choice:
-    """One candidate. shared in bytes; registers of each thread, predicted; seconds of this kernel at sizes rounded up to two bits, None where it does
+    """One candidate. shared in bytes; registers of each thread, predicted; seconds of this kernel at sizes as `candidates.rounded`, None where it does
     not fit; verdict "chosen", "runner-up" or why not."""
 
     BLOCK_M: int

@@ -231,7 +231,7 @@ def make_plan(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, d
             return replace(make_plan(spec, problem, gpu, direction, descriptors, listed, needs, tiled), reason="pinned, or measured by autotune")
     use = has_descriptors(spec, problem, gpu) and descriptors is not False
     listed = pays(spec, problem) if listed is None else listed
-    names = hopper_captured.names(spec, problem)
+    names = hopper_captured.copyable(spec, problem)
     asked = _Asked(spec, problem, gpu, direction, use, listed, needs, tuple(sorted(names if tiled is None else names & {*tiled})))
     why = why_not_hopper(spec, problem, gpu, direction, use, listed, needs) or asked.why_portable()
     if why is None:

@@ -47,7 +47,7 @@ def _masks(spec: AttentionSpec) -> list[Load]:
     return [load for load in spec.visible.loads if load.kind == BOOL and _is_matrix(spec, load)]
 
 
-def names(spec: AttentionSpec, problem: Problem) -> set[str]:
+def copyable(spec: AttentionSpec, problem: Problem) -> set[str]:
     """Captured tensors of which tiles are copied if their strides allow it."""
     aligned = lambda load: (problem.N if _keys_last(load) else problem.M) % 16 == 0  # TMA wants rows of multiples of 16 bytes
     return {load.name for load in (*candidates(spec), *filter(aligned, _masks(spec)))}
@@ -125,17 +125,14 @@ def mask_arguments(site: Site, rows: str | int, keys: str | int) -> dict[str, st
 def reserve_mask(site: Site, out: Writer, places: str, parts: int, rows: str | int, keys: str | int) -> None:
     """Rings of the mask's tiles. parts: as of `reserve_tiles`."""
     for load in mask_loads(site.spec, site.tiled):
-        name = _mask_name(site, load)
-        shape = ", ".join([_times(places, parts), *["1"] * (len(load.index) - 2), *_shape(load, rows, keys)])
-        out.assign(f"{name}_ring", f"gl.allocate_shared_memory({name}_tiles.dtype, [{shape}], {name}_tiles.layout)")
+        _reserve(out, _mask_name(site, load), load, places, parts, rows, keys)
 
 
 def mask_from_rings(site: Site, out: Writer, index: str, rows: str | int, keys: str | int, transposed: bool) -> dict[Load, str]:
     """As `tiles_from_rings`, of the mask: they are read where they are named."""
     found = {}
     for load in mask_loads(site.spec, site.tiled):
-        tile = f"{_mask_name(site, load)}_ring.index({index}).reshape([{', '.join(_shape(load, rows, keys))}])"
-        name = out.assign(_mask_name(site, load), f"{tile}{'.permute((1, 0))' if _keys_last(load) == transposed else ''}")
+        name = _view(out, _mask_name(site, load), load, index, rows, keys, transposed)
         found[load] = f"({name}.load(scores) != 0)"
     return found
 
@@ -154,8 +151,14 @@ def expect_with_mask(site: Site, out: Writer, full: str, expected: str, partial:
             out.line(f"mbarrier.expect({full}.index(slot), {expected})")
 
 
-def _times(places: str, parts: int) -> str:
-    return f"{places} * {parts}" if parts > 1 else places
+def _reserve(out: Writer, name: str, load: Load, places: str, parts: int, rows: str | int, keys: str | int) -> None:
+    shape = ", ".join([f"{places} * {parts}" if parts > 1 else places, *["1"] * (len(load.index) - 2), *_shape(load, rows, keys)])
+    out.assign(f"{name}_ring", f"gl.allocate_shared_memory({name}_tiles.dtype, [{shape}], {name}_tiles.layout)")
+
+
+def _view(out: Writer, name: str, load: Load, index: str, rows: str | int, keys: str | int, transposed: bool) -> str:
+    tile = f"{name}_ring.index({index}).reshape([{', '.join(_shape(load, rows, keys))}])"
+    return out.assign(name, f"{tile}{'.permute((1, 0))' if _keys_last(load) == transposed else ''}")
 
 
 def _in_part(place: str, parts: int, n: int) -> str:
@@ -165,9 +168,7 @@ def _in_part(place: str, parts: int, n: int) -> str:
 def reserve_tiles(site: Site, out: Writer, parts: int, rows: str | int, keys: str | int) -> None:
     """Rings of captured tiles. parts: how many warpgroups have a tile of their own in each stage."""
     for load in tile_loads(site):
-        name = _name(site, load)
-        shape = ", ".join([_times("STAGES", parts), *["1"] * (len(load.index) - 2), *_shape(load, rows, keys)])
-        out.assign(f"{name}_ring", f"gl.allocate_shared_memory({name}_tiles.dtype, [{shape}], {name}_tiles.layout)")
+        _reserve(out, _name(site, load), load, "STAGES", parts, rows, keys)
 
 
 def tiles_from_rings(site: Site, out: Writer, index: str, rows: str | int, keys: str | int, transposed: bool) -> dict[Load, str]:
@@ -175,8 +176,7 @@ def tiles_from_rings(site: Site, out: Writer, index: str, rows: str | int, keys:
     dimension."""
     found = {}
     for load in tile_loads(site):
-        tile = f"{_name(site, load)}_ring.index({index}).reshape([{', '.join(_shape(load, rows, keys))}])"
-        name = out.assign(_name(site, load), f"{tile}{'.permute((1, 0))' if _keys_last(load) == transposed else ''}")
+        name = _view(out, _name(site, load), load, index, rows, keys, transposed)
         found[load] = f"{name}.load(scores).to(tl.float32)"
     return found
 
