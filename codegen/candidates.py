@@ -15,7 +15,7 @@ from .largest import largest
 from .limits import is_uneven, padded, shared_bytes, wider_bytes
 from .reads import ROW
 from .registers import LIMIT, registers_per_thread, resident
-from .schedules import hopper, hopper_locate, hopper_memory
+from .schedules import hopper, hopper_locate, hopper_memory, one_tile
 from .split import number
 
 GAIN = 1.1
@@ -112,6 +112,8 @@ def generated(asked: Asked) -> list[Tiles]:
         deep = head <= 64 and hopper_locate.takes_row_tiles(spec, asked.tiled, max(problem.D, problem.Dv), listed)
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in ((3,) if deep else (2,) if n == 128 and head > 96 else (3, 2))
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
+    if kernel == "one_tile":
+        return [one_tile.tiles(problem)]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
         crowded = grouped(spec) and (head > 64 and is_overfull(spec) or head > 128 and spec.dropout > 0) or head == 160 and is_overfull(spec)
         return [(16, 64, 8, 2) if head <= 128 and not crowded else (16, 16, 4, 2) if crowded else (16, 32, 4, 2)]

@@ -33,6 +33,7 @@ LSE = 4
 """Bytes of a log-sum-exp, a delta, an element of dQ's float32 sum."""
 PASSING = "delta", "reset", "sum"
 """Kernels that go through rows once, which take as long whatever their tiles."""
+BY_KEYS = "keys", "one_pass", "one_tile"  # their programs hold tiles of keys
 
 
 class Work(NamedTuple):
@@ -75,6 +76,8 @@ def formulas() -> dict[str, Work]:
         # those of "keys" and dS K; dQ is added to in float32, read and written once for every visible tile
         "one_pass": Work(2 * tile * (3 * D + 2 * E), tile, q * (D + E) + 2 * both + vectors + 2 * sums, (row + 2 * LSE * D) * (T * m - Z * M), keys,
                          both + sums, (row + LSE * D) * Z * M),
+        # the same without sums of dQ in memory, every row read once; o in place of delta
+        "one_tile": Work(2 * tile * (3 * D + 2 * E), tile, q * (2 * D + 2 * E) + 2 * both + LSE * Z * M, none, Z / G, q * D + both, none),
         # Q K^T, dO V^T: the gradient of a bias, a tile to a program
         "dense": Work(2 * tile * (D + E), tile, q * (D + E) + both + vectors, W * (D + E) * (T * (m + n) - Z * M - Z / G * N), rows * sympy.ceiling(N / n), none, none),
         # delta = rowsum(dO * O), with it 0 for dQ's float32 sum, and dQ from that: no products
@@ -89,9 +92,7 @@ def formulas() -> dict[str, Work]:
 @functools.cache
 def _compiled(kernel: str):
     import sympy
-    found = formulas()[kernel]
-    return sympy.lambdify(sympy.symbols(SYMBOLS, positive=True, integer=True),
-                          list(found), "math", cse=True)
+    return sympy.lambdify(sympy.symbols(SYMBOLS, positive=True, integer=True), list(formulas()[kernel]), "math", cse=True)
 
 
 def limit(kernel: str):
@@ -149,6 +150,8 @@ def kernels(plan: Plan) -> tuple[tuple[str, Plan], ...]:
     if plan.direction == "forward":
         return (("forward", plan), *([("combine", plan)] if plan.parts != 1 else []))
     dense = (("dense", plan.dense),) if plan.dense is not None and not plan.stored else ()
+    if plan.kernel == "one_tile":
+        return (*([("delta", plan)] if dense else []), ("one_tile", plan), *dense)
     if plan.rows is None:
         return ("reset", plan), ("one_pass", plan), ("sum", plan), *dense
     return ("delta", plan), ("rows", plan.rows), ("keys", plan), *dense
@@ -167,18 +170,18 @@ def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = Tru
 
 def parts(known: Facts, plan: Plan) -> int:
     """Into how many parts a plan splits the keys of a tile of rows."""
-    known = known.packed(bool(plan.packed))
-    return plan.parts or number(known.visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots, known.group)
+    return plan.parts or number((known := known.packed(bool(plan.packed))).visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots, known.group)
 
 
 def _counted(spec: AttentionSpec, problem: Problem, plan: Plan, kernel: str) -> tuple[float, float]:
+    known = facts(spec, problem)
     if kernel == "combine":
-        return parts(facts(spec, problem), plan), 0.0
+        return parts(known, plan), 0.0
     if 0 in (*problem.extents, problem.M, problem.N):
         return 0.0, 0.0
     if plan.packed:
-        return facts(spec, problem).packed().tiles(plan.BLOCK_M, plan.BLOCK_N)
-    if kernel == "dense" and (known := facts(spec, problem)).near != known.visible:  # it visits no others
+        return known.packed().tiles(plan.BLOCK_M, plan.BLOCK_N)
+    if kernel == "dense" and known.near != known.visible:  # it visits no others
         return known.tiles(plan.BLOCK_M, plan.BLOCK_N, near=True)
     counts = classify(spec, plan.BLOCK_M, plan.BLOCK_N, problem.M, problem.N, (*problem.extents, *problem.sizes))
     return counts.visited, counts.partial + counts.data
@@ -187,12 +190,6 @@ def _counted(spec: AttentionSpec, problem: Problem, plan: Plan, kernel: str) -> 
 def seconds(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = True) -> float:
     """Predicted time of all kernels of a plan. Arguments as `predict`."""
     return sum(c.seconds for c in predict(spec, problem, plan, exact))
-
-
-def resources(costs: tuple[Cost, ...]) -> dict[str, float]:
-    """Predicted seconds of some kernels by resource, as `Cost.binds` names them."""
-    named = {"matrix units": "matrix", "special functions": "special", "starting and ending programs": "turns", "device memory": "memory", "L2 cache": "cache"}
-    return {name: sum(getattr(c, field) for c in costs) for name, field in named.items()}
 
 
 def moved(spec: AttentionSpec, problem: Problem, plan: Plan) -> int:
@@ -232,14 +229,14 @@ def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU,
     rows beside each other). work: of `traffic`; parts: of the keys, each read by programs of its own."""
     if not (work.streamed and work.outer):
         return work.once, work.once - work.written * min(1.0, l2.HOLDS * gpu.l2 / max(work.once, 1)), 1.0
-    found = streaming(schedule, kernel, work, known, gpu, resident, parts)
-    return (*l2.device_bytes(work.once, work.again, work.written, found, gpu.l2), min(found.outer / found.streams, found.programs / found.at_once))
+    s = streaming(schedule, kernel, work, known, gpu, resident, parts)
+    return (*l2.device_bytes(work.once, work.again, work.written, s, gpu.l2), min(s.outer / s.streams, s.programs / s.at_once))
 
 
 def streaming(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> l2.Streaming:
     """Arguments as `device_bytes`."""
     return l2.Streaming(schedule, kernel, work.streamed, parts * known.z / known.share, work.outer * parts, gpu.sms * resident, known.uneven, known.share,
-                        known.long_first(kernel in ("keys", "one_pass")))
+                        known.long_first(kernel in BY_KEYS))
 
 
 def takes_turns(known: Facts, m: int, n: int, gpu: GPU) -> bool:
@@ -267,7 +264,7 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     found = Rate(*_filled(size, schedule, kernel, tiles, known, gpu, scalar, resident, registers))
     if schedule != "triton":  # the other asks ahead
         return found, moved, all_bytes, 0.0
-    rows, inner = (tiles[1], tiles[0]) if kernel == "keys" else tiles[:2]
+    rows, inner = (tiles[1], tiles[0]) if kernel in BY_KEYS else tiles[:2]
     full, rest = divmod(size.outer, gpu.sms * resident)  # waves of programs, and what the last one has
     turns = full * resident + math.ceil(rest / gpu.sms)
     far = min(1.0, moved * beside / max(all_bytes, 1))  # tiles of which device memory is waited for, by all programs that read them beside each other
@@ -303,7 +300,7 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
     products, exps, outer = work.products, work.exps, work.outer * parts
     if not products or not outer:
         return Size(work)
-    by_keys = kernel in ("keys", "one_pass")
+    by_keys = kernel in BY_KEYS
     rows, inner = (n, m) if by_keys else (m, n)
     tail = max(1.0, gpu.sms / outer) if (schedule, kernel) == ("hopper", "forward") else _tail(outer / gpu.sms)  # its programs take tile after tile
     matrix, element = products / gpu.matrix_rate * tail, exps / gpu.exp_rate * tail
@@ -328,7 +325,7 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
             registers: float, whole: bool = True) -> list[float]:
     """All terms of `Rate`. whole: do programs come in whole waves? Other arguments as `features`."""
     m, n, warps, stages = tiles
-    portable, by_keys, programs = schedule == "triton", kernel in ("keys", "one_pass"), gpu.sms * resident
+    portable, by_keys, programs = schedule == "triton", kernel in BY_KEYS, gpu.sms * resident
     rows, inner = (n, m) if by_keys else (m, n)
     found, tail = list(size.terms), _tail(size.outer / programs) if whole else 1.0
     element = found[ELEMENT]
@@ -364,7 +361,8 @@ def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], kn
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, LAUNCH)
-    return Cost(kernel, _sum(found, rate, MATRIX), _sum(found, rate, SPECIAL), memory, cache, _sum(found, rate, TURNS), rate.launch)
+    turns = _sum(found, rate, TURNS) + memory * (kernel == "one_tile")  # where nothing is copied ahead a program waits for all that it reads
+    return Cost(kernel, _sum(found, rate, MATRIX), _sum(found, rate, SPECIAL), memory, cache, turns, rate.launch)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from .reads import averages
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
+from .schedules.one_tile import one_tile_kernel
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
 from .schedules import documents, hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
@@ -36,13 +37,15 @@ def kernels(site: Site) -> dict[str, Kernel]:
             found["empty rows"] = hopper_around.empty_rows_kernel(site)
     else:
         found = {"forward": forward_kernel(site)} | ({"combine": combine_kernel(site)} if site.parts else {})
-    if any(site.needs):
+    if any(site.needs) and (site.loads_over("i", "j") or not site.one_tile):
         found["delta"] = delta_kernel(site)
-    if site.one_pass:
+    if site.one_tile:
+        found["one tile"] = one_tile_kernel(site)
+    elif site.one_pass:
         found |= {"keys": hopper_backward.keys_kernel(site), "rows": finish_kernel(site)}
     elif site.needs[1] or site.needs[2] or site.loads_over("j") or summed(site):
         found |= {"keys": keys_kernel(site, "K"), "values": keys_kernel(site, "V")} if site.divided else {"keys": keys_kernel(site)}
-    if not site.one_pass and (site.needs[0] or site.loads):
+    if not site.one_pass and not site.one_tile and (site.needs[0] or site.loads):
         found["rows"] = rows_kernel(site)
     if summing := sum_kernel(site):
         found["sum"] = summing
@@ -179,9 +182,10 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
     with out.block(f"def backward(grad_out, q, k, v, aux, seed, out, lse, sizes{extra}):"):
         out.line('"""Gradients of (q, k, v, *aux), as flashfx.codegen.launch.backward; None where none was asked for."""')
         _unpack(site, out, site.documents)
-        out.line(f"padded = triton.cdiv(M, {PADDING}) * {PADDING}")
-        shape = _shape([*(extent(a) for a in spec.axes), "padded"])
-        out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
+        if "delta" in found:
+            out.line(f"padded = triton.cdiv(M, {PADDING}) * {PADDING}")
+            shape = _shape([*(extent(a) for a in spec.axes), "padded"])
+            out.line(f"delta, lse2 = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
         if site.one_pass:
             rows = [*(extent(a) if a in spec.q else "1" for a in spec.axes), *sum_shape(site)]
             out.line(f"sum_q = torch.empty({_shape(rows)}, dtype=torch.float32, device=q.device)", "dQ; the next kernel sets it to 0")
@@ -190,11 +194,15 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
             out.line("taken = torch.empty(1, dtype=torch.int32, device=q.device)", "how many tiles of keys programs took beside their first; set to 0 too")
             if site.ordered:
                 out.line(f"turns = torch.zeros({turns_shape(site)}, dtype=torch.int32, device=q.device)", "who added last to each tile of rows")
-        found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
+        if "delta" in found:
+            found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
         if not site.loads:
             with out.block("if grad_lse is not None:"):
-                out.line("delta[..., :M] -= grad_lse", "d lse / d score = p: what reaches lse adds p * grad_lse to ds")
-        if site.averages and not site.listed:
+                if "delta" in found:
+                    out.line("delta[..., :M] -= grad_lse", "d lse / d score = p: what reaches lse adds p * grad_lse to ds")
+                else:
+                    out.line("grad_lse = grad_lse.contiguous()")
+        if site.averages and not site.listed and not site.one_tile:
             shared = [n for n, a in enumerate(spec.axes) if a in site.other_axes(site.axes_of("k", "v"))] if site.one_pass else []
             over = f"{tuple(shared) + (-1,)}" if shared else "-1"
             out.line(f"averaging = (lse >= MEAN_ROW).any({over}).to(torch.int32)", "batch indices with rows that average v")
@@ -202,6 +210,8 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         allocate_ends(site, out, f"triton.cdiv(N, KEYS['BLOCK_N'])" + " * 2" * (site.one_pass and is_split(site)))
         if site.one_pass:
             results = _one_pass(site, found, out)
+        elif site.one_tile:
+            results = _one_tile(site, found["one tile"], out)
         elif "rows" in found:
             results[0] = _rows(site, found["rows"], out)
         if "keys" in found and not site.one_pass:
@@ -233,20 +243,32 @@ def _keys(site: Site, found: list[Kernel], out: Writer) -> tuple[str, str]:
     axes = site.axes_of("k", "v")
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
-    for load in site.loads_over("j"):
-        out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in site.spec.axes), 'N'])}, dtype=torch.float32, device=q.device)")
+    _allocate_sums(site, site.loads_over("j"), "", out)
     for kernel in found:
         kernel.call(_grid("KEYS", "BLOCK_N", "N", axes), out)
     return grad_k if site.needs[1] else "None", grad_v if site.needs[2] else "None"
 
 
+def _allocate_sums(site: Site, loads: Sequence[Load], parts: str, out: Writer) -> None:
+    """Buffers of gradients by row, by key, or of so many parts of a batch index."""
+    for load in loads:
+        last = "M" if "i" in load.variables else "N" if "j" in load.variables else parts
+        out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in site.spec.axes), last])}, dtype=torch.float32, device=q.device)")
+
+
+def _one_tile(site: Site, kernel: Kernel, out: Writer) -> list[str]:
+    axes = site.axes_of("k", "v")
+    results = [_allocate(site, f"grad_{x}", x, site.spec.axes if x == "q" else axes, size, head, out)
+               for x, size, head in (("q", "M", site.D), ("k", "N", site.D), ("v", "N", site.Dv))]
+    _allocate_sums(site, [*site.loads_over("i"), *site.loads_over("j"), *site.loads_over()], "1", out)
+    kernel.call(f"({count(axes)},)", out)
+    return results
+
+
 def _rows(site: Site, kernel: Kernel, out: Writer) -> str:
     axes = site.axes_of("q")
     grad_q = _allocate(site, "grad_q", "q", axes, "M", site.D, out)
-    for load in [*site.loads_over("i"), *site.loads_over()]:
-        last = "M" if "i" in load.variables else 'triton.cdiv(M, ROWS["BLOCK_M"])'
-        shape = _shape([*(extent(a) for a in site.spec.axes), last])
-        out.line(f"{buffer(site, load)} = torch.empty({shape}, dtype=torch.float32, device=q.device)")
+    _allocate_sums(site, [*site.loads_over("i"), *site.loads_over()], 'triton.cdiv(M, ROWS["BLOCK_M"])', out)
     kernel.call(_grid("ROWS", "BLOCK_M", "M", axes), out)
     return grad_q if site.needs[0] else "None"
 

@@ -56,13 +56,16 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     taken to have 64 bits and captured floats q's width. An upper bound for float32, tables that are gathered, tensors of integers for every query
     and key, transposed ones, any such tensor whose rows are no multiples of 16 elements, biases where rows average v, values four times as wide as q
     and k, one stage (but in the kernel over keys on sm_80 and sm_89), other head sizes than multiples of 16 where TMA does not read them, and the
-    kernel "dense".
+    kernels "dense" and "one_tile".
 
     listed       tiles come from the mask's run-time summary
     packed       heads that share keys are rows of one tile, whose q TMA does not read
     descriptors  on Hopper: TMA reads tiles
     """
     m, n, warps, stages = tiles
+    if kernel == "one_tile":  # operands, and what warps exchange, weights and dQ among it
+        d, dv = padded(problem.D), padded(problem.Dv)
+        return 2 * (m + n) * (d + dv) + max(4 * m * max(d, dv), 5 * m * n) + 4 * m * n * (len(across(spec)) + (spec.dropout > 0)) + 1024
     inner, outer = (m, n) if kernel == "keys" else (n, m)
     found, exact = units(problem, gpu), kernel != "dense" and _is_known(spec, problem)
     copies_ahead = found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0)

@@ -89,6 +89,7 @@ class Site:
     turns: bool = False          # there, heads that share keys in turn, tile of rows by tile of rows
     documents: bool = False      # there, tiles of keys and rows that begin where documents do
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
+    one_tile: bool = False       # the backward kernel of which one tile holds all keys
     stages: int = 2              # of the Hopper backward schedule: tiles of rows in shared memory
     aligned: bool = True         # strides of q, k, v and dO are multiples of 16 bytes
     in_flight: bool = False      # matrix products run on while the program goes on (Hopper)

@@ -4,7 +4,6 @@ What does not fit in shared memory and registers is never proposed.
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from dataclasses import dataclass, replace
@@ -17,28 +16,20 @@ from ..errors import PlanError
 from ..expr import conjuncts
 from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
-from . import calls, cost
+from . import cost
 from .blocks import pays
 from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
 from .captured import grouped
 from .gpu import EXACT, GPU, units
+from .override import OVERRIDE, PINNED, TUNED, overridden
 from .packing import packed_axes
 from .limits import has_relative, shared_bytes
 from .registers import registers_per_thread, resident
-from .schedules import hopper, hopper_captured, hopper_locate, hopper_memory
+from .schedules import hopper, hopper_captured, hopper_locate, hopper_memory, one_tile
 
 DIRECTIONS = ("forward", "backward")
-SCHEDULES = ("triton", "hopper")
 MARGIN = 1.05
 """How much faster the portable schedule must be predicted than the Hopper one: the model's own error."""
-OVERRIDE: dict[str, tuple[int, int, int, int] | str | int] = {}
-"""Kernel -> (BLOCK_M, BLOCK_N, num_warps, num_stages), "schedule" -> one of SCHEDULES, "parts" -> as in `Plan`, "packed" -> may heads be rows; set by
-`overridden`."""
-
-PINNED: dict[tuple[AttentionSpec, str], dict] = {}
-"""(spec, direction) -> what `overridden` takes; set by `tuning.pin`."""
-TUNED: dict[tuple[AttentionSpec, Problem, str], dict] = {}
-"""(spec, representative problem, direction) -> what `overridden` takes; set by `tuning.tune`."""
 
 
 @dataclass(frozen=True)
@@ -124,35 +115,10 @@ class Plan:
             own += ", keys in parts"
         if self.turns:
             own += ", heads that share keys in turn"
+        if self.kernel == "one_tile":
+            own += ", which holds all keys: all gradients by one kernel"
         parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
         return f"{self.schedule} on {self.gpu.name}: {'; '.join(parts)} ({self.reason})"
-
-
-@contextlib.contextmanager
-def overridden(schedule: str | None = None, parts: int | None = None, packed: bool | None = None, turns: bool | None = None,
-               **tiles: tuple[int, int, int, int]):
-    """For tests and sweeps: overridden(forward=(64, 32, 4, 2), keys=…, rows=…, dense=…) while the block runs.
-
-    schedule  "triton": the portable schedule everywhere; "hopper": the Hopper schedule wherever it can run, short rows too. Without it,
-              tiles are the portable schedule's.
-    parts     of the keys in the portable forward kernel: 1 for none, 0 for as many as fill the card, else that many
-    packed    False: each head has tiles of its own in it
-    turns     do heads that share keys take turns in the Hopper backward, where they can?
-    """
-    unknown = set(tiles) - {"forward", "keys", "rows", "dense"}
-    if unknown:
-        raise ValueError(f"unknown kernels {sorted(unknown)}; known: forward, keys, rows, dense")
-    if schedule not in (None, *SCHEDULES):
-        raise ValueError(f"schedule must be one of {SCHEDULES}, not {schedule!r}")
-    before = dict(OVERRIDE)
-    OVERRIDE.update(tiles | {name: value for name, value in (("schedule", schedule), ("parts", parts), ("packed", packed), ("turns", turns)) if value is not None})
-    calls.forget()
-    try:
-        yield
-    finally:
-        OVERRIDE.clear()
-        OVERRIDE.update(before)
-        calls.forget()
 
 
 def matmul_precision(problem: Problem, gpu: GPU) -> str:
@@ -270,6 +236,8 @@ class _Asked:
 
     def surely_wins(self, seconds: float) -> bool:
         """Is a Hopper plan of so many seconds taken whatever tiles the portable schedule gets? Looks at as many of its kernels as that takes."""
+        if self.direction == "backward" and self.one_tile is not None and seconds > MARGIN * self.seconds(self.one_tile):
+            return False
         return any(seconds <= MARGIN * total for total in itertools.accumulate(self.least_portable()))
 
     def least_portable(self) -> Iterator[float]:
@@ -344,8 +312,22 @@ class _Asked:
     def portable(self) -> Plan:
         if self.direction == "forward":
             return self.plan("forward")
+        if (alone := self.one_tile) is not None and ("one_tile" in OVERRIDE or self.seconds(alone) < self.seconds(self.by_two)):
+            return alone
+        return self.by_two
+
+    @functools.cached_property
+    def by_two(self) -> Plan:
+        """Backward by a kernel over keys and one over rows."""
         rows = self.plan("rows")
         return replace(self.plan("keys"), rows=rows, dense=self.dense)
+
+    @functools.cached_property
+    def one_tile(self) -> Plan | None:
+        """Backward by one kernel, where all keys fit in a tile of it."""
+        if OVERRIDE.keys() & {"keys", "rows"} or self.listed or not one_tile.takes(self.spec, self.problem, self.gpu, self.needs or ()):
+            return None
+        return replace(self.plan("one_tile"), dense=self.dense)
 
     @functools.cached_property
     def dense(self) -> Plan | None:
@@ -355,7 +337,7 @@ class _Asked:
 
     def tiles(self, kernel: str) -> Asked:
         """For the tiles of one kernel."""
-        listed, descriptors = self.listed and kernel != "dense", self.descriptors and kernel != "dense"
+        listed, descriptors = self.listed and kernel != "dense", self.descriptors and kernel not in ("dense", "one_tile")
         packed = kernel == "forward" and not listed and OVERRIDE.get("packed", True) and bool(packed_axes(self.spec, self.problem))
         return ask("triton", kernel, self.spec, self.problem, self.gpu, listed=listed, packed=packed, descriptors=descriptors)
 
@@ -366,6 +348,8 @@ class _Asked:
             tiles, reason = OVERRIDE[kernel], "tiles given by the caller"
             if kernel == "dense" and has_relative(spec):  # so that every tile of a diagonal of tiles has the same diagonals
                 tiles = (min(tiles[:2]), min(tiles[:2]), *tiles[2:])
+            if kernel == "one_tile" and tiles[1] < problem.N:
+                raise PlanError(f"a tile of {tiles[1]} keys does not hold all {problem.N}")
             shared = shared_bytes(kernel, tiles, problem, spec, gpu, asked.listed, asked.packed, asked.descriptors)
             best = Candidate(tiles, shared, registers_per_thread(kernel, tiles, problem, spec))
             if kernel == "forward":

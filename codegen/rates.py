@@ -82,6 +82,7 @@ RATES: dict[tuple[str, str], Rate] = {
     ('triton', 'forward'): Rate(matrix=1.13, scalar=2.53, split=1.98, pieces=0.333, slim=0.417, element=1, broad=0.0195, solo=0.547, function=0.494, step=0.0731, random=1.66, load=0.77, pressure=0.552, partial=1.01, tile=8.77e-08, shallow=1.51e-06, idle=3.7e-07, turn=1.88e-06, cold=0.753, launch=4.48e-06),  # 580 measurements
     ('triton', 'keys'): Rate(matrix=1.42, scalar=4.32, older=2.55, split=1.57, pieces=0.309, slim=0.309, shared=0.455, element=0.675, wide=0.548, broad=0.0171, solo=1.21, function=1.49, random=5.06, load=3.22, tile=7.74e-08, shallow=2.41e-07, idle=5.88e-07, nested=3.27e-07, turn=3.19e-06, restart=5.44e-07, cold=1.1),  # 372 measurements
     ('triton', 'rows'): Rate(matrix=0.96, scalar=2.26, older=2.56, split=2.77, pieces=0.271, slim=0.0651, element=0.426, wide=0.209, broad=0.145, solo=0.848, function=1.16, step=0.0702, random=2.12, load=1.04, pressure=0.189, partial=0.59, tile=1.94e-07, shallow=1.52e-06, idle=1.37e-07, narrow=6.69e-08, turn=2.17e-06, restart=1.95e-07, cold=1.16, launch=1.11e-06),  # 389 measurements
+    ('triton', 'one_tile'): Rate(matrix=1.95, element=0.675, function=1.49, random=5.06, load=3.22, tile=3.7e-07, launch=3e-06),  # 12 of a draft, its scores as of "keys"
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 20 measurements
 }
 """(schedule, kernel) -> Rate."""

@@ -19,9 +19,10 @@ REGISTERS = {
     "forward": (2, 1.03, 1.79, 0.36, 0.52, 0.63, 21, 0, 9, 0.11, 0),
     "rows": (0, 1.51, 2.12, 0.71, 0.48, 1.29, 7, 0, 4, 0.0, 0),
     "keys": (16, 1.12, 2.36, 1.13, 0.07, 1.81, 1, 37, 3, 0.0, 7),
+    "one_tile": (60, 1.0, 1.2, 1.13, 0.5, 1.81, 1, 37, 3, 0.0, 7),
     "dense": (115, 1.03, 1.03, 0.0, 1.03, 0.63, 0, 0, 0, 0.05, 0),
 }
-LIMIT = {"forward": 246, "rows": 237, "keys": 262, "dense": 216}
+LIMIT = {"forward": 246, "rows": 237, "keys": 262, "one_tile": 262, "dense": 216}
 """Predictions from which on some kernel for sm_90 spilled."""
 ONE_BY_ONE = 96
 """Elements of output and scores in a thread, from which on forward and rows spill where tensors are read across one by one, up to 3 KB in 64 builds."""
@@ -53,8 +54,8 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     each, shared, more, one_by_one = _by_spec(kernel, spec)
     one_by_one &= problem.N % ROW > 0
     each += 0.8 * (one_by_one and kernel == "keys")
-    held = m * dv if kernel == "forward" else n * (d + dv) if kernel == "keys" else m * d if kernel == "rows" else m * n
-    inner, rows = (m, n) if kernel == "keys" else (n, m)
+    held = m * dv if kernel == "forward" else n * (d + dv) if kernel in ("keys", "one_tile") else m * d if kernel == "rows" else m * n
+    inner, rows = (m, n) if kernel in ("keys", "one_tile") else (n, m)
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + more
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += _wide(kernel, spec, d + dv, problem.N % BLOCK > 0) if d + dv > 256 else 0

@@ -51,7 +51,8 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
                 *((plan.BLOCK_M // 64, plan.BLOCK_N) if plan.schedule == "hopper" else (0, 0)),
                 hopper_memory.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
                 *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored, backward.turns, backward.documents) if backward is not None
-                  else (False, False, plan.tiled)), packed=plan.packed, aligned=plan.aligned, in_flight=plan.gpu.is_hopper, stages=backward.num_stages if backward is not None else 2, parts=parts_expression(plan))
+                  else (False, False, plan.tiled)), packed=plan.packed, aligned=plan.aligned, in_flight=plan.gpu.is_hopper, stages=backward.num_stages if backward is not None else 2, parts=parts_expression(plan),
+                one_tile=backward is not None and backward.kernel == "one_tile")
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,
@@ -129,9 +130,11 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line(f"EMPTY_ROWS = {hopper_around.options(site.spec)!r}")
     if backward is not None:
         # H200, 16384 tokens of hidden size 2048: 32 rows and 8 warps take 64 microseconds at head sizes 64 and 128, 64 and 4 took 66 and 70
-        out.line(f"DELTA = {{'BLOCK_M': {32 if site.Dv >= 64 else 64}, 'num_warps': 8}}")
-        out.line(f"KEYS = {backward.options!r}", "dK and dV")
-        out.line(f"ROWS = {({'num_warps': 4} if site.one_pass else backward.rows.options)!r}", "dQ")
+        if "**DELTA" in body:
+            out.line(f"DELTA = {{'BLOCK_M': {32 if site.Dv >= 64 else 64}, 'num_warps': 8}}")
+        out.line(f"KEYS = {backward.options!r}", "dQ, dK and dV" if site.one_tile else "dK and dV")
+        if not site.one_tile:
+            out.line(f"ROWS = {({'num_warps': 4} if site.one_pass else backward.rows.options)!r}", "dQ")
         if "**SUM" in body:
             out.line("SUM = {'BLOCK': 1024, 'num_warps': 4}")
         if "DENSE" in body:

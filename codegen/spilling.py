@@ -20,7 +20,8 @@ from .. import compat
 from .writer import HOIST
 
 INNER = {"attention_forward": ("BLOCK_N", ("K", "V")), "attention_backward_rows": ("BLOCK_N", ("K", "V")),
-         "attention_backward_keys": ("BLOCK_M", ("Q", "dO")), "attention_backward_values": ("BLOCK_M", ("Q", "dO"))}
+         "attention_backward_keys": ("BLOCK_M", ("Q", "dO")), "attention_backward_values": ("BLOCK_M", ("Q", "dO")),
+         "attention_backward": ("BLOCK_M", ("Q", "dO"))}
 """Kernels with a loop -> the tile that they go through it by, and the operands of which TMA copies such tiles."""
 SUMS = "slots"
 """The argument of a kernel that sums beyond the ends of a table (`schedules/relative.py`)."""

@@ -42,7 +42,7 @@ def module_for(spec: AttentionSpec, problem: Problem, device: torch.device, need
     backward = plan.make_plan(spec, problem, card, "backward", descriptors, listed, needs, tiled) if any(needs) else None
     key = (spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, problem.M <= problem.N, problem.N % WHOLE == 0, needs, forward.precision,
            forward.descriptors, forward.aligned, listed, forward.schedule, forward.parts, forward.packed, forward.tiled,
-           backward and (backward.schedule, backward.ordered, backward.tiled, backward.stored, backward.turns), card.sms,
+           backward and (backward.schedule, backward.kernel, backward.ordered, backward.tiled, backward.stored, backward.turns), card.sms,
            *(tuple(p.options.values()) for p in (forward, backward, backward and backward.rows, backward and backward.dense) if p))
     if key not in _MODULES:
         _MODULES[key] = load(render(spec, forward, problem, needs, backward).text)

@@ -51,7 +51,7 @@ def pin(spec: str | AttentionSpec, direction: str, schedule: str, turns: bool | 
     """Plan `spec` in "forward" or "backward" with a schedule and tiles, whatever the model says: `pin(text, "forward", "hopper", forward=(128, 64, 8, 3))`.
 
     turns  do heads that share keys take turns in the Hopper backward? As the model says unless given
-    tiles  kernel ("forward", "keys", "rows", "dense") -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
+    tiles  kernel ("forward", "keys", "rows", "one_tile", "dense") -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
     Raises ValueError as `plan.overridden` does.
     """
     spec = AttentionSpec.parse(spec) if isinstance(spec, str) else spec
@@ -101,6 +101,10 @@ def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, giv
     packed = not given["listed"] and bool(packed_axes(spec, problem))
     described = planning.has_descriptors(spec, problem, gpu) and given.get("descriptors") is not False
     lists = {k: few("triton", k, packed=k == "forward" and packed, descriptors=described) for k in kernels}
+    if direction == "backward":
+        with overridden(schedule="triton"):  # the plan that the model prefers, where it is one for all keys
+            plan = make_plan(spec, problem, gpu, direction, **given)
+        found += [{"schedule": "triton", "one_tile": plan.tiles}] * (plan.kernel == "one_tile")
     return found + [{"schedule": "triton", **{k: ts[n % len(ts)] for k, ts in lists.items()}} for n in range(max(map(len, lists.values())))]
 
 
@@ -139,10 +143,10 @@ def fastest(times: Mapping[tuple, float]) -> dict:
     """(items of `OPTIONS`, kernel, tiles) -> seconds, to the options whose kernels are fastest together, and their tiles."""
     best: dict[tuple, dict[str, tuple[float, tuple]]] = {}
     for (options, kernel, tiles), seconds in times.items():
-        own = best.setdefault(options, {})
+        own = best.setdefault((options, kernel == "one_tile"), {})  # which does all that others do
         own[kernel] = min(own.get(kernel, (float("inf"), tiles)), (seconds, tiles))
-    options = min(best, key=lambda way: sum(seconds for seconds, _ in best[way].values()))
-    return {**dict(options), **{kernel: tiles for kernel, (_, tiles) in best[options].items()}}
+    way = min(best, key=lambda way: sum(seconds for seconds, _ in best[way].values()))
+    return {**dict(way[0]), **{kernel: tiles for kernel, (_, tiles) in best[way].items()}}
 
 
 def _key(spec, problem, gpu, direction, given) -> str:

@@ -113,14 +113,15 @@ class SiteReport:
     def facts(self, direction: str = "forward") -> dict[str, Any]:
         """One direction's plan as plain data: tiles, why, what else was on the ladder, bytes before and after and the least there can be, and
         predicted seconds, in all, by kernel and by resource (`flashfx.codegen.cost`). Raises PlanError if no tile fits."""
-        from .codegen import choices, cost
+        from .codegen import choices
         plan, moved, p = self.plan if direction == "forward" else self.backward_plan, self.traffic(direction), self.region.problem
         costs = self.costs(direction)
+        resources = {"matrix units": "matrix", "special functions": "special", "starting and ending programs": "turns", "device memory": "memory", "L2 cache": "cache"}
         own = dataclasses.asdict(dataclasses.replace(plan, rows=None, dense=None)) | {"gpu": plan.gpu.name, "parts": self.parts if direction == "forward" else 1}
         return {"plan": own, "text": str(plan), "choices": [dataclasses.asdict(c) for c in choices.choices(self.spec, p, plan)],
                 "bytes": {"before": moved.before, "after": moved.after, "least": min(choices.compulsory(self.spec, p, direction), moved.after)},
                 "seconds": sum(c.seconds for c in costs), "kernels": [dataclasses.asdict(c) | {"seconds": c.seconds, "binds": c.binds} for c in costs],
-                "resources": cost.resources(costs)}
+                "resources": {name: sum(getattr(c, field) for c in costs) for name, field in resources.items()}}
 
     def as_dict(self) -> dict[str, Any]:
         """The whole record of the site and all that is derived from it, as JSON has it; `kernel` is a key of the report's "kernels"."""

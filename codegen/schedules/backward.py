@@ -57,9 +57,9 @@ def keys_kernel(site: Site, of: str = "KV") -> Kernel:
     else:
         _over_rows(site, out, columns, of)
     if "K" in of:
-        _store(site, out, "K", "dk", "y", "N", "cols", scaled(site, QK)[1])
+        store_gradient(site, out, "K", "dk", "y", "N", "cols", scaled(site, QK)[1])
     if "V" in of:
-        _store(site, out, "V", "dv", "y", "N", "cols", kept_scale(spec.dropout))
+        store_gradient(site, out, "V", "dv", "y", "N", "cols", kept_scale(spec.dropout))
     return kernel
 
 
@@ -146,7 +146,7 @@ def _loops(loops: Loops | ListedLoops, out: Writer, tile, override: bool) -> Non
         full()
 
 
-def _store(site: Site, out: Writer, operand: str, name: str, flat: str, size: str, rows: str, factor: float) -> None:
+def store_gradient(site: Site, out: Writer, operand: str, name: str, flat: str, size: str, rows: str, factor: float) -> None:
     """Store a gradient, contiguous as (flattened axes, rows, head size)."""
     x = "j" if rows == "cols" else "i"
     head = site.D if operand in "QK" else site.Dv
@@ -192,7 +192,7 @@ def rows_kernel(site: Site) -> Kernel:
             _over_keys(site, out, found)
     else:
         _over_keys(site, out, found)
-    _store(site, out, "Q", "dq", "y", "M", "rows", scaled(site, QK)[1])
+    store_gradient(site, out, "Q", "dq", "y", "M", "rows", scaled(site, QK)[1])
     return kernel
 
 

@@ -60,17 +60,9 @@ def delta_kernel(site: Site) -> Kernel:
     out.assign("rows", "tl.arange(0, BLOCK_M)")
     out.assign("i", "i0 + rows")
     head_index(site, out, "e")
-    out.assign("delta", "tl.zeros([BLOCK_M], tl.float32)")
     for name, operand in (("o", "Out"), ("do", "dO")):
         load_tile(site, out, operand, name, "(i < M)[:, None]", direct=True)
-    for c in site.v_chunks:
-        out.assign("delta", f"delta + tl.sum(o{c.suffix}.to(tl.float32) * do{c.suffix}.to(tl.float32), 1)")
-    out.assign("lse", 'tl.load(Lse + tl.cast(z, tl.int64) * M + i, mask=i < M, other=float("inf"))', "rows beyond the end get weight exp(-inf) = 0")
-    if site.can_be_empty and spec.empty_row in (EmptyRow.NAN, EmptyRow.ZERO):
-        out.assign("empty", 'lse == float("-inf")', "rows that see no key pass no gradient on")
-        out.assign("lse", 'tl.where(empty, float("inf"), lse)')
-        if spec.empty_row is EmptyRow.NAN:
-            out.assign("delta", "tl.where(empty, 0.0, delta)", "their output is NaN")
+    row_terms(site, out)
     if site.one_pass:
         out.line("tl.store(Taken, 0, mask=tl.program_id(0) == 0)")
         if site.D != site.Dv:
@@ -92,14 +84,29 @@ def delta_kernel(site: Site) -> Kernel:
     return kernel
 
 
+def row_terms(site: Site, out: Writer) -> None:
+    """Assign delta and lse of the rows i from tiles o and do."""
+    out.assign("delta", "tl.zeros([BLOCK_M], tl.float32)")
+    for c in site.v_chunks:
+        out.assign("delta", f"delta + tl.sum(o{c.suffix}.to(tl.float32) * do{c.suffix}.to(tl.float32), 1)")
+    out.assign("lse", 'tl.load(Lse + tl.cast(z, tl.int64) * M + i, mask=i < M, other=float("inf"))', "rows beyond the end get weight exp(-inf) = 0")
+    if site.can_be_empty and site.spec.empty_row in (EmptyRow.NAN, EmptyRow.ZERO):
+        out.assign("empty", 'lse == float("-inf")', "rows that see no key pass no gradient on")
+        out.assign("lse", 'tl.where(empty, float("inf"), lse)')
+        if site.spec.empty_row is EmptyRow.NAN:
+            out.assign("delta", "tl.where(empty, 0.0, delta)", "their output is NaN")
+
+
 @dataclass
 class Body:
-    """Writes P and dS of one tile. `transposed`: keys run along the tile's first dimension; `within`: as `ends.score`."""
+    """Writes P and dS of one tile. `transposed`: keys run along the tile's first dimension; `within`: as `ends.score`; `sums_keys`:
+    sums go over keys and some may lie beyond the end, as always where they are not transposed."""
 
     site: Site
     program: Program
     transposed: bool
     within: Load | None = None
+    sums_keys: bool = False
 
     def across(self, row_vector: str) -> str:
         """A vector over i, spread over the tile."""
@@ -120,7 +127,7 @@ class Body:
         raw = score(site, program, out, ("i0", "BLOCK_M"), ("j0", "BLOCK_N"), self.within)
         shape = "[BLOCK_N, BLOCK_M]" if self.transposed else "[BLOCK_M, BLOCK_N]"
         # rows beyond the end have weight 0 already; keys beyond the end matter only where they are summed over
-        beyond = self._valid(certain + "i") if partial and not self.transposed else []
+        beyond = self._valid(certain + "i") if partial and (self.sums_keys or not self.transposed) else []
         seen = [*beyond, *(program.tile(v) for v in visible)]
         if seen:
             out.assign("visible", " & ".join(seen))

@@ -19,7 +19,7 @@ from ..codegen.limits import shared_bytes
 from ..codegen.load import load
 from ..codegen.plan import make_plan, overridden
 from ..codegen.render import render
-from ..codegen.schedules import hopper_memory
+from ..codegen.schedules import hopper_memory, one_tile
 from ..codegen.timing import Clock, Operands, each, launches, together
 from ..region import Problem
 from ..spec import AttentionSpec
@@ -175,6 +175,8 @@ def jobs(workload: Workload, gpu: GPU, schedules: Sequence[str] = SCHEDULES) -> 
         lists = {kernel: offers(workload, gpu, "triton", kernel) for kernel in ("keys", "rows", *(("dense",) if any(job_needs(workload)[3:]) else ()))}
         for n in range(max(map(len, lists.values()))):
             found.append(Job(workload, "backward", "triton", tuple((k, ts[n % len(ts)]) for k, ts in lists.items()), gpu))
+        if all(one_tile.takes(workload.spec, p, gpu, job_needs(workload)) for p in workload.problems):
+            found += [Job(workload, "backward", "triton", (("one_tile", t),), gpu) for t in offers(workload, gpu, "triton", "one_tile")]
     return found
 
 
@@ -217,7 +219,7 @@ def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
 
 
 ROLES = {
-    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward_keys": "keys", "attention_backward_values": "keys",
+    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward": "one_tile", "attention_backward_keys": "keys", "attention_backward_values": "keys",
                "attention_backward_rows": "rows"},
     "hopper": {"attention_delta": "delta", "attention_backward_keys": "one_pass", "attention_backward_rows": "sum", "attention_sum": "total"},
 }

@@ -1,6 +1,7 @@
 """Generated kernels compile for GPUs that are not here, within the shared memory that the plan said and without spilling registers."""
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,13 @@ import torch
 from flashfx.bench.sweep import grid, job_needs
 from flashfx.codegen import loops, philox, render
 from flashfx.codegen.plan import make_plan, overridden
-from flashfx.codegen.schedules import documents, hopper
+from flashfx.codegen.schedules import documents, hopper, one_tile
 from flashfx.compat import interpreting
 from flashfx.region import Problem
 from flashfx.spec import EmptyRow
 
 from ..thinning import thinned
-from .cases import CORE, MORE, problem, spec
+from .cases import CORE, KINDS, MORE, problem, spec
 from .test_families import FAMILIES, spec as family, tensors
 
 pytest.importorskip("triton.backends.nvidia.compiler")
@@ -48,6 +49,15 @@ SAMPLE = [
     ("sm_90", "float32", 64, "t5_table", "self"), ("sm_90", "float32", 128, "causal", "self"), ("sm_80", "float32", 128, "padding", "gqa"), ("sm_90", "float32", 256, "causal", "gqa"),
     ("sm_90", "bfloat16", 40, "dropout", "gqa"), ("sm_90", "bfloat16", 256, "dropout", "gqa"), ("sm_90", "bfloat16", 256, "full", "gqa"),
 ]
+
+
+@pytest.mark.parametrize("variant, kind, head, length", thinned(
+    [(v, kind, *((64, 64), (32, 100), (128, 49), (16, 32), (64, 114), (40, 64))[n % 6]) for n, (v, kind) in enumerate(itertools.product(ALL, KINDS))], 19))
+def test_one_tile_of_all_keys_builds_without_spilling(variant, kind, head, length):
+    p = problem(kind, head, "bfloat16", M=length, heads=4)
+    with overridden(one_tile=one_tile.tiles(p)):
+        reports = [(report, plan) for report, plan in compile_all(spec(ALL[variant], kind), p, BY_ARCH["sm_90"], forward=False) if report.kernel == "attention_backward"]
+    assert [report.spilled for report, _ in reports] == [0] and reports[0][0].shared <= reports[0][1].shared, reports
 
 
 def builds(arch, dtype, head, variant, kind, M=1024, most=0):

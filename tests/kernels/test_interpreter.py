@@ -28,5 +28,9 @@ def test_sums_by_difference(pytestconfig):
     in_a_process("interpreted_differences.py", "gradient", pytestconfig.getoption("markexpr"))
 
 
+def test_all_keys_in_one_tile(pytestconfig):
+    in_a_process("interpreted_one_tile.py", "gradient", pytestconfig.getoption("markexpr"))
+
+
 def test_gradients_of_pairs(pytestconfig):
     in_a_process("interpreted_pairs.py", "gradient", pytestconfig.getoption("markexpr"))

@@ -19,7 +19,8 @@ from flashfx.codegen.limits import shared_bytes
 from flashfx.codegen.registers import LIMIT, registers_per_thread
 from flashfx.codegen.packing import packed_axes
 from flashfx.codegen.parts import chunks
-from flashfx.codegen.plan import DIRECTIONS, MARGIN, SCHEDULES, make_plan, overridden, why_not_hopper
+from flashfx.codegen.override import SCHEDULES
+from flashfx.codegen.plan import DIRECTIONS, MARGIN, make_plan, overridden, why_not_hopper
 from flashfx.codegen.render import blocks_module, render
 from flashfx.codegen.schedules import hopper
 from flashfx.codegen.split import number

@@ -109,6 +109,20 @@ def test_a_replayed_mask_is_seen_as_bytes(recorder, monkeypatch):
         assert [name for name, _, _ in launched] == ["attention_forward"] and "visible_0" in inspect.getsource(module)
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_a_replayed_backward_of_one_kernel(read, recorder, monkeypatch):
+    """read: a gradient reaches the log-sum-exp too; without one the kernel is compiled without that argument."""
+    monkeypatch.setattr(driver, "_active", _Driver(90))
+    spec = AttentionSpec.parse("attention[b, i, j]; qk = q[b, i] . k[b, j]; score = qk * 0.125; out = softmax_j(score) . v[b, j]")
+    problem = Problem((3,), 49, 49, 64, 64, "bfloat16", "bfloat16")
+    module = load(render(spec, make_plan(spec, problem, BY_NAME["H100"], "forward"), problem).text)
+    replay.watch_launches(module)
+    calls = [(*(torch.randn(3, 49, 64).bfloat16() for _ in range(5)), torch.randn(3, 49), torch.randn(49, 3).T) for _ in range(2)]
+    run = lambda q, k, v, out, grad, lse, grad_lse: module.backward(grad, q, k, v, (), None, out, lse, (3,), **({"grad_lse": grad_lse} if read else {}))
+    for launched in _compared(recorder, run, calls):
+        assert [(name, grid) for name, grid, _ in launched] == [("attention_backward", (3, 1, 1))]
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_replayed_gradient_of_a_gather(transposed, recorder, monkeypatch):
     monkeypatch.setattr(driver, "_active", _Driver(90))

@@ -87,6 +87,8 @@ def test_the_fastest_kernels_together():
     times = {(hopper, "keys", (64, 128, 8, 2)): 5.0, (triton, "keys", (64, 64, 4, 2)): 2.0, (triton, "keys", (32, 64, 4, 2)): 3.0,
              (triton, "rows", (64, 64, 4, 2)): 2.5, (triton, "rows", (64, 32, 4, 2)): 2.0}
     assert tuning.fastest(times) == {"schedule": "triton", "keys": (64, 64, 4, 2), "rows": (64, 32, 4, 2)}
+    assert tuning.fastest({**times, (triton, "one_tile", (32, 64, 4, 1)): 3.8}) == {"schedule": "triton", "one_tile": (32, 64, 4, 1)}
+    assert tuning.fastest({**times, (triton, "one_tile", (32, 64, 4, 1)): 4.2})["keys"] == (64, 64, 4, 2)
     assert tuning.fastest({**times, (hopper, "keys", (64, 128, 8, 1)): 3.9}) == {"schedule": "hopper", "keys": (64, 128, 8, 1)}
     turns = *hopper, ("turns", True)
     assert tuning.fastest({**times, (turns, "keys", (64, 128, 8, 2)): 3.5}) == {"schedule": "hopper", "turns": True, "keys": (64, 128, 8, 2)}

@@ -1,0 +1,155 @@
+"""The backward pass where one tile holds all keys of a batch index, as portable Triton: all gradients by one kernel, each operand read once.
+
+With all keys in a program's registers dQ needs no sum over programs, and what FlashAttention-2's backward (Dao 2023, algorithm 2) keeps of each row
+in memory, delta, is worked out where it is used:
+
+    P = exp(S - lse)    dV = P^T dO    dP = dO V^T    delta = rowsum(dO * O)    dS = P * (dP - delta)
+    dQK = dS * dscore/dqk    dQ = dQK K    dK = dQK^T Q    d load = dS * dscore/dload
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...expr import QK
+from ...region import Problem
+from ...spec import AttentionSpec
+from ..gpu import GPU, units
+from ..limits import padded
+from ..loops import Loop
+from ..parts import LOG2E, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, multiples
+from ..philox import kept_scale
+from ..program import Program
+from ..writer import Kernel, Writer
+from .backward import store_gradient
+from .common import Body, buffer, load_lse2, mean_share, row_pointers, row_terms, scaled
+from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
+
+KEYS, ROWS, HEAD, ELEMENTS = 128, 256, 128, 8192
+"""Most keys, queries, head size and elements of a tile of keys for it (beyond, heads of 96 spilled). H200, 16k tokens, microseconds of all kernels of a backward
+over keys and rows, and of a draft of this one: head size 64, N = 32, 49, 64, 100, 128: 390, 335, 279, 373, 310 and 226, 190, 162, 304, 261; 32: 603, 396, 323, 389, 328 and 192, 208, 175, 299, 252; in tiles of 256 keys 410 and 551."""
+
+
+def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ...] = ()) -> bool:
+    """Can it run, and was it measured? needs: which of (q, k, v, *aux) get gradients; all that can unless given."""
+    head, keys = max(padded(problem.D), padded(problem.Dv)), 1 << (max(problem.N, 1) - 1).bit_length()
+    if units(problem, gpu) != "wgmma" or not (0 < problem.N <= KEYS and problem.M <= ROWS and head <= HEAD and keys * head <= ELEMENTS):
+        return False
+    own = set(spec.q) == set(spec.axes)  # or dQ would be a sum over programs
+    return own and QK in spec.score.leaves and all(needs[:3])
+
+
+def tiles(problem: Problem) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages): the fastest of those that were measured."""
+    head, keys = max(problem.D, problem.Dv), max(16, 1 << (problem.N - 1).bit_length())
+    return 64 if head <= 32 and min(problem.M, keys) > 32 else 32, keys, 2 if keys <= 32 else 4, 1
+
+
+def one_tile_kernel(site: Site) -> Kernel:
+    """All gradients but those of tensors with an element for every row and key."""
+    spec, site = site.spec, replace(site, descriptors=False)  # a few tiles of each operand in all: nothing to copy ahead
+    mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
+    found = [*site.loads_over("i"), *site.loads_over("j"), *site.loads_over()]
+    results = {"dQ": "grad_q", "dK": "grad_k", "dV": "grad_v", "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in found}
+    shared = f"; gradients of the keys and values summed over ({', '.join(others)}) in registers" if others else ""
+    kernel = Kernel("attention_backward", f"One program: all keys 0 <= j < N <= BLOCK_N{shared}.", arguments(site, results | ends_arguments(site)),
+                    ("BLOCK_M", "BLOCK_N"), "KEYS", multiples(site))
+    out = kernel.body
+    out.assign("y", "tl.program_id(0)")
+    decode(out, mine, "y")
+    out.assign("j0", "0")
+    out.assign("rows", "tl.arange(0, BLOCK_M)")
+    out.assign("cols", "tl.arange(0, BLOCK_N)")
+    out.assign("j", "j0 + cols")
+    head_index(site, out, "de")
+    for name in ("K", "V"):
+        load_tile(site, out, name, name.lower(), "(j < N)[:, None]")
+    if spec.dropout:
+        out.assign("seed", "tl.load(Seed)")
+    for gradient, chunks in (("dk", site.qk_chunks), ("dv", site.v_chunks)):
+        for c in chunks:
+            out.assign(f"{gradient}{c.suffix}", f"tl.zeros([BLOCK_N, {c.width}], tl.float32)")
+    if others:
+        with out.block(f"for g in tl.range(0, {count(others)}):", "the queries that share these keys"):
+            decode(out, others, "g")
+            _over_rows(site, out)
+    else:
+        _over_rows(site, out)
+    store_gradient(site, out, "K", "dk", "y", "N", "cols", scaled(site, QK)[1])
+    store_gradient(site, out, "V", "dv", "y", "N", "cols", kept_scale(spec.dropout))
+    return kernel
+
+
+def _over_rows(site: Site, out: Writer) -> None:
+    """One batch index: the loop over tiles of rows."""
+    spec = site.spec
+    out.assign("z", "y" if tuple(spec.axes) == site.axes_of("k", "v") else flatten(spec.axes))
+    for operand in ("Q", "dO", *(() if site.loads_over("i", "j") else ("Out",))):
+        matrix(site, out, operand)
+    if site.loads_over("i", "j"):
+        row_pointers(out)
+    program = Program(spec, out.section(), inner="i", columns="i")
+    body = Body(site, program, transposed=True, sums_keys=not site.whole)
+    by_key, single = site.loads_over("j"), site.loads_over()
+    for load in (*by_key, *single):
+        out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_N], tl.float32)" if load in by_key else "0.0")
+    start_ends(site, out, "tl.zeros([BLOCK_N], tl.float32)")
+    with out.block(Loop("i0", "0", "M", "BLOCK_M", ahead=False).head):
+        _tile(site, out, program, body)
+    for load in (*by_key, *single):
+        name = buffer(site, load)
+        at, mask = (" * N + j", ", mask=j < N") if load in by_key else ("", "")
+        out.line(f"tl.store({name} + tl.cast(z, tl.int64){at}, sum_{name}{mask})")
+    store_ends(site, out, "0")
+
+
+def _tile(site: Site, out: Writer, program: Program, body: Body) -> None:
+    spec, check = site.spec, "(i < M)[:, None]"
+    out.assign("i", "i0 + rows")
+    load_tile(site, out, "Q", "q", check, looped=True)
+    load_tile(site, out, "dO", "do", check, looped=True)
+    if site.loads_over("i", "j"):  # the kernels of their gradients read both too
+        load_lse2(site, out)
+        out.assign("delta", "tl.load(delta_rows + i)")
+    else:
+        load_tile(site, out, "Out", "o", check, looped=True)
+        row_terms(site, out)
+        if not site.loads:
+            with out.block("if GradLse is not None:", "d lse / d score = p: what reaches lse adds p * grad_lse to ds"):
+                out.assign("delta", "delta - tl.load(GradLse + tl.cast(z, tl.int64) * M + i, mask=i < M, other=0.0)")
+        out.assign("lse2", f"lse * {LOG2E!r}")
+        mean_share(site, out)
+    rest, factor = scaled(site, QK)
+    found = [(load, *scaled(site, load)) for load in (*site.loads_over("i"), *site.loads_over("j"), *site.loads_over())]
+    body.weights(out, True, "j" if site.whole else "", [rest, *(r for _, r, _ in found)])
+    weights = "p"
+    if spec.dropout:
+        body.keep(out)
+        weights = "tl.where(keep, p, 0.0)"
+    out.assign("weights", f"({weights}).to(do{site.v_chunks[0].suffix}.dtype)")
+    for c in site.v_chunks:
+        out.assign(f"dv{c.suffix}", site.dot("weights", f"do{c.suffix}", f"dv{c.suffix}"))
+    body.gradient(out, True)
+    if site.loads:
+        out.assign("excess", "tl.sum(ds, 0)", "which is 0 but for the rounding of O in delta: sums over many keys would see it")
+        out.assign("ds", "ds - p * excess[None, :]")
+    if site.loads_over("i", "j"):
+        out.line("tl.store(delta_rows + i, delta + excess)", "the exact delta, for the kernels that follow")
+    for load, r, f in found:
+        name, gradient = buffer(site, load), body.times(r)
+        scale = f" * {f!r}" if f != 1.0 else ""
+        if "i" in load.variables:
+            out.line(f"tl.store({name} + tl.cast(z, tl.int64) * M + i, tl.sum({gradient}, 0){scale}, mask=i < M)")
+        else:
+            total = f"tl.sum({gradient}, 1)" if "j" in load.variables else f"tl.sum(tl.sum({gradient}, 1), 0)"
+            out.assign(f"sum_{name}", f"sum_{name} + {total}{scale}")
+    gradient = body.times(rest)
+    if summed(site):
+        gradient = out.assign("dqk", gradient)
+        beyond_ends(site, program, out)
+        add_ends(site, out, gradient)
+    out.assign("dqk", f"({gradient}).to(q{site.qk_chunks[0].suffix}.dtype)")
+    for c in site.qk_chunks:
+        out.assign(f"dk{c.suffix}", site.dot("dqk", f"q{c.suffix}", f"dk{c.suffix}"))
+    for c in site.qk_chunks:
+        out.assign(f"dq{c.suffix}", site.dot("tl.trans(dqk)", f"k{c.suffix}"))
+    store_gradient(site, out, "Q", "dq", "z", "M", "rows", factor)

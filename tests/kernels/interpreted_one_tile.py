@@ -1,0 +1,67 @@
+"""The backward kernel of which one tile holds all keys, in Triton's interpreter; `test_interpreter.py` runs this file in a process where that is on."""
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashfx.codegen import gpu
+from flashfx.codegen.plan import make_plan, overridden
+from flashfx.codegen.schedules import one_tile
+from flashfx.codegen.selfcheck import inputs
+from flashfx.errors import PlanError
+
+from ..thinning import thinned
+from .cases import CORE, KINDS, MORE, problem, spec
+from .run import lse_gradient, run
+
+POINTS = [(v, kind, ("float16", "bfloat16")[n % 2], (16, 40, 64, 80, 128)[n % 5], (37, 64, 21, 50)[n % 4])
+          for n, (v, kind) in enumerate(itertools.product({**CORE, **MORE}, KINDS))]
+
+
+def planned(s, p):
+    """Both, for which this kernel is planned."""
+    assert make_plan(s, p, gpu.current("cpu"), "backward").kernel == "one_tile"
+    return s, p
+
+
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 4))
+def test_gradient(variant, kind, dtype, head, length):
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length, batch=1)
+    with overridden(one_tile=one_tile.tiles(p)):
+        run(*planned(s, p)).within_budget()
+
+
+@pytest.mark.parametrize("kind, M, N", [("self", 100, 128), ("gqa", 5, 100), ("cross", 150, 20), ("self", 1, 16)])
+def test_gradient_of_other_sizes(kind, M, N):
+    """Tiles that keys fill, one row, one key, values of another size; as planned without being asked for."""
+    run(*planned(spec(CORE["full"], kind), problem(kind, 40, "float16", M=M, N=N, batch=1, Dv=24))).within_budget()
+
+
+@pytest.mark.parametrize("variant, kind", [("causal", "self"), ("padding", "cross"), ("softcap", "gqa")])
+def test_gradient_of_the_log_sum_exp(variant, kind):
+    lse_gradient(*planned(spec(CORE[variant], kind), problem(kind, 32, "float16", M=45, batch=1))).within_budget()
+
+
+@pytest.mark.parametrize("empty", ["nan", "zero", "mean", "mean, additive"])
+def test_gradient_where_rows_see_no_key(empty):
+    s, p = spec(replace(MORE["mean_left_padding"], empty=empty)), problem("self", 16, "bfloat16")
+    q, k, v, (pad,), seed, sizes = inputs(s, p)
+    pad[0, :20] = False
+    pad[1] = False
+    run(*planned(s, p), operands=(q, k, v, [pad], seed, sizes)).within_budget()
+
+
+def test_gradient_of_scores_far_below_zero():
+    """Beyond the last key a weight would be exp(0 - lse), which is no number here."""
+    s, p = spec(CORE["full"]), problem("self", 16, "bfloat16", M=40)
+    q, k, v, aux, seed, sizes = inputs(s, p)
+    q, k = torch.full_like(q, 30.0), -torch.full_like(k, 30.0) + k / 30
+    run(*planned(s, p), operands=(q, k, v, aux, seed, sizes)).within_budget()
+
+
+def test_gradient_by_a_tile_that_is_too_small():
+    with overridden(one_tile=(32, 32, 4, 1)), pytest.raises(PlanError, match="a tile of 32 keys does not hold all 40"):
+        make_plan(spec(CORE["full"]), problem("self", 16, "bfloat16", M=40), gpu.current("cpu"), "backward")
