@@ -2,7 +2,9 @@
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    import numpy as np
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     standard = []
@@ -26,3 +28,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return found[dtype.name]
 
     interpreter._get_np_dtype = np_dtype
+
+    exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def checked(self, lhs, rhs, binary_op):
+        """As `binary_op_sanitize_overflow_impl`, which works it out by ten operations of the interpreted language."""
+        kind = lhs.type.scalar
+        if kind.int_bitwidth < 64:
+            result = exact[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+            assert kind.get_int_min_value() <= result.min() and result.max() <= kind.get_int_max_value(), f"int{kind.int_bitwidth} overflow of {binary_op.__name__}"
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = checked

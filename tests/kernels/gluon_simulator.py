@@ -14,6 +14,7 @@ The memory, copies, products and barriers of it; `gluon_dialect` has the languag
 from __future__ import annotations
 
 import math
+import queue
 import random
 import sys
 import threading
@@ -44,11 +45,11 @@ class Task:
         self.products: list[Product] = []
         self.stores: list[Copy] = []
         self.written: set = set()
-        self.turn = threading.Semaphore(0)
+        self.turn: queue.SimpleQueue = queue.SimpleQueue()  # whatever is in it, somebody may go on; `threading.Semaphore` is slow
         self.thread = threading.Thread(target=self._body, daemon=True)
 
     def _body(self) -> None:
-        self.turn.acquire()
+        self.turn.get()
         _here.task = self
         try:
             if not self.simulation.over:
@@ -62,13 +63,13 @@ class Task:
         except BaseException as error:  # noqa: BLE001  raised again where the kernel was launched
             self.error = error
         self.done = True
-        self.simulation.hub.release()
+        self.simulation.hub.put(None)
 
     def pause(self, ready=lambda: True) -> None:
         """Let others go on; come back once `ready`."""
         self.ready = ready
-        self.simulation.hub.release()
-        self.turn.acquire()
+        self.simulation.hub.put(None)
+        self.turn.get()
         if self.simulation.over:
             raise _Over
 
@@ -88,7 +89,7 @@ _here = threading.local()
 
 class Simulation:
     def __init__(self, grid: tuple, seed: int):
-        self.grid, self.random, self.hub, self.over = (*grid, 1, 1)[:3], random.Random(seed), threading.Semaphore(0), False
+        self.grid, self.random, self.hub, self.over = (*grid, 1, 1)[:3], random.Random(seed), queue.SimpleQueue(), False
         self.tasks: list[Task] = []
         self.copies: list[Copy] = []
         self.arrived: dict[tuple, set] = {}  # at named barriers, by program
@@ -117,7 +118,7 @@ class Simulation:
         finally:
             self.over = True
             for task in self.tasks:
-                task.turn.release()
+                task.turn.put(None)
 
     def _step(self) -> None:
         ready = [t for t in self.tasks if t.ready()]
@@ -128,8 +129,8 @@ class Simulation:
             self.copies.pop(self.random.randrange(len(self.copies))).finish()
             return
         task = self.random.choice(ready)
-        task.turn.release()
-        self.hub.acquire()
+        task.turn.put(None)
+        self.hub.get()
         if task.error is not None:
             raise task.error
 

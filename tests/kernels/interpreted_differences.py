@@ -8,6 +8,8 @@ import torch
 
 from flashfx import op  # noqa: F401  (registers the ops)
 
+from ..thinning import thinned
+
 SHAPES = ((5, 7, 4), (7, 5, 9), (1, 6, 3), (6, 1, 3), (8, 8, 16), (1, 8, 3), (130, 100, 70), (100, 200, 300), (64, 64, 64))
 
 
@@ -40,6 +42,6 @@ def check(rows: int, columns: int, width: int, positions, dtype: torch.dtype, de
     assert ((found.double() - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + 32 * torch.finfo(sums).eps * added).all()
 
 
-@pytest.mark.parametrize("shape, positions, dtype", itertools.product(SHAPES, (scattered, rising, falling), (torch.float32, torch.float16, torch.bfloat16)))
+@pytest.mark.parametrize("shape, positions, dtype", thinned(itertools.product(SHAPES, (scattered, rising, falling), (torch.float32, torch.float16, torch.bfloat16)), 4))
 def test_gradient(shape, positions, dtype):
     check(*shape, positions, dtype)

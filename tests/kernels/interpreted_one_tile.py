@@ -1,6 +1,7 @@
 """The backward kernel of which one tile holds all keys, in Triton's interpreter; `test_interpreter.py` runs this file in a process where that is on."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -21,6 +22,13 @@ POINTS = [(v, kind, ("float16", "bfloat16")[n % 2], (16, 40, 64, 80, 128)[n % 5]
           for n, (v, kind) in enumerate(itertools.product({**CORE, **MORE}, KINDS))]
 
 
+@contextlib.contextmanager
+def asked(s, p):
+    """Both, for which this kernel is planned."""
+    with overridden(one_tile=one_tile.tiles(p)):
+        yield planned(s, p)
+
+
 def planned(s, p):
     """Both, for which this kernel is planned."""
     assert make_plan(s, p, gpu.current("cpu"), "backward").kernel == "one_tile"
@@ -29,18 +37,18 @@ def planned(s, p):
 
 @pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 4))
 def test_gradient(variant, kind, dtype, head, length):
-    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length, batch=1)
-    with overridden(one_tile=one_tile.tiles(p)):
-        run(*planned(s, p)).within_budget()
+    with asked(spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length, batch=1)) as site:
+        run(*site).within_budget()
 
 
 @pytest.mark.parametrize("kind, M, N", [("self", 100, 128), ("gqa", 5, 100), ("cross", 150, 20), ("self", 1, 16)])
 def test_gradient_of_other_sizes(kind, M, N):
-    """Tiles that keys fill, one row, one key, values of another size; as planned without being asked for."""
-    run(*planned(spec(CORE["full"], kind), problem(kind, 40, "float16", M=M, N=N, batch=1, Dv=24))).within_budget()
+    """Tiles that keys fill, one row, more rows than keys, values of another size."""
+    with asked(spec(CORE["full"], kind), problem(kind, 40, "float16", M=M, N=N, batch=1, Dv=24)) as site:
+        run(*site).within_budget()
 
 
-@pytest.mark.parametrize("variant, kind", [("causal", "self"), ("padding", "cross"), ("softcap", "gqa")])
+@pytest.mark.parametrize("variant, kind", [("causal", "self"), ("padding", "cross"), ("softcap", "gqa")])  # planned without being asked for, as all that follow
 def test_gradient_of_the_log_sum_exp(variant, kind):
     lse_gradient(*planned(spec(CORE[variant], kind), problem(kind, 32, "float16", M=45, batch=1))).within_budget()
 

@@ -51,7 +51,7 @@ def check(variant: str, kind: str, dtype: str, head: int, length: int, **options
     run(s, p, **{"gradients": make_plan(s, p, CARD, "backward").schedule == "hopper"} | options).within_budget()  # the portable backward has tests of its own
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 11))
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 17))
 def test_cases(variant, kind, dtype, head, length):
     check(variant, kind, dtype, head, length)
 
@@ -76,7 +76,7 @@ def test_rest_of_captured_tensors_by_tma(variant, kind, head, length):
 LISTED = [name for name in EVERY if spec(EVERY[name]).is_data_masked] + ["global"]
 
 
-@pytest.mark.parametrize("variant, width, stored", [("bias", 257, True), ("scaled_bias", 511, True), ("additive_mask", 257, True), ("bias", 256, True), ("alibi", 257, False)])
+@pytest.mark.parametrize("variant, width, stored", thinned([("bias", 257, True), ("scaled_bias", 511, True), ("additive_mask", 257, True), ("bias", 256, True), ("alibi", 257, False)], 2))
 def test_rest_of_rows_at_odd_strides(variant, width, stored):
     """As views leave them that shift rows by one another: the backward reads a copy, and stores the gradient."""
     s, p = spec(EVERY[variant], "self"), problem("self", 64, "bfloat16", M=256, batch=1)
@@ -91,8 +91,8 @@ def test_rest_of_rows_at_odd_strides(variant, width, stored):
 MASKS = {"one": "keep[b, 0, i, j]", "causal": "(j <= i) & keep[b, 0, i, j]", "across": "keep[b, 0, j, i]", "negated": "~keep[b, 0, i, j]", "either": "keep[b, h, i, j] | (j <= i)"}
 
 
-@pytest.mark.parametrize("mask, kind, head, filled", [("one", "self", 64, 0.5), ("causal", "gqa", 128, 0.5), ("across", "self", 128, 0.9), ("negated", "gqa", 64, "blocks"),
-                                                      ("either", "self", 64, "blocks"), ("one", "gqa", 192, "blocks")])
+@pytest.mark.parametrize("mask, kind, head, filled", thinned([("one", "self", 64, 0.5), ("causal", "gqa", 128, 0.5), ("across", "self", 128, 0.9), ("negated", "gqa", 64, "blocks"),
+                                                      ("either", "self", 64, "blocks"), ("one", "gqa", 192, "blocks")], 2))
 def test_rest_of_masks_by_tma(mask, kind, head, filled):
     """Of a buffer that is larger, with True behind the queries and keys. "blocks": whole tiles are visible, others hidden; nothing is copied for them."""
     s, p = spec(Variant(("keep: bool[4]",), where=MASKS[mask], empty="zero"), kind), problem(kind, head, "bfloat16", M=272, N=272, batch=1)
@@ -120,16 +120,16 @@ def test_rest_of_rows_that_average_and_keep_the_slopes_of_their_scores(kind, hea
     check("padded_softcap", kind, "float16", head, 37)
 
 
-@pytest.mark.parametrize("variant, kind, head, keys", [("softcap", "self", 64, 128), ("causal", "gqa", 40, 128), ("causal", "cross", 64, 64),
+@pytest.mark.parametrize("variant, kind, head, keys", thinned([("softcap", "self", 64, 128), ("causal", "gqa", 40, 128), ("causal", "cross", 64, 64),
                                                        ("window", "self", 64, 64), ("band", "self", 64, 32), ("full", "self", 32, 64),
-                                                       ("window", "cross", 40, 64)])
+                                                       ("window", "cross", 40, 64)], 2))
 def test_rest_of_three_warpgroups(variant, kind, head, keys):
     """Of which each goes past the tiles of keys that only the others see."""
     with overridden(forward=(192, keys, 12, 2), schedule="hopper"):
         check(variant, kind, "bfloat16", head, 300)
 
 
-@pytest.mark.parametrize("variant, head, most", [("full", 64, 24.0), ("causal", 128, 6.0), ("padding", 128, 24.0), ("window", 64, 6.0), ("softcap", 160, 24.0), ("softcap", 64, 24.0), ("padded_softcap", 64, 24.0), ("dropout", 128, 6.0)])
+@pytest.mark.parametrize("variant, head, most", thinned([("full", 64, 24.0), ("causal", 128, 6.0), ("padding", 128, 24.0), ("window", 64, 6.0), ("softcap", 160, 24.0), ("softcap", 64, 24.0), ("padded_softcap", 64, 24.0), ("dropout", 128, 6.0)], 2))
 def test_rest_of_maxima_that_rise(variant, head, most):
     s, p = spec(EVERY[variant], "self"), problem("self", head, "bfloat16", M=700, batch=1)
     check(variant, "self", "bfloat16", head, 700, operands=rising(inputs(s, p), most))
@@ -152,7 +152,7 @@ def test_rest_of_heads_that_are_padded(variant, kind, head):
     check(variant, kind, "bfloat16", head, 200)
 
 
-@pytest.mark.parametrize("head, value_head", [(192, 128), (64, 128), (96, 40), (112, 80)])
+@pytest.mark.parametrize("head, value_head", thinned([(192, 128), (64, 128), (96, 40), (112, 80)], 2))
 def test_rest_of_value_heads(head, value_head):
     check("causal", "gqa", "bfloat16", head, 200, shape={"Dv": value_head})
 
@@ -189,7 +189,7 @@ def test_rest_of_gradients_that_leave_while_the_next_tile_begins(ordered):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("variant, head", [("full", 64), ("causal", 128), ("window", 64), ("full", 128)])
+@pytest.mark.parametrize("variant, head", thinned([("full", 64), ("causal", 128), ("window", 64), ("full", 128)], 2))
 def test_rest_of_one_tile(variant, head):
     """One tile of keys in all: the program that takes it learns at once that none is left."""
     check(variant, "self", "bfloat16", head, 100, shape={"batch": 1, "heads": 1})
@@ -216,7 +216,7 @@ def test_rest_of_heads_in_turn(variant, head, length, listed):
 
 
 @pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize("hidden", ["keys", "rows", "all"])
+@pytest.mark.parametrize("hidden", thinned(["keys", "rows", "all"], 2))
 def test_rest_of_empty_lists(hidden, head):
     """Tiles of keys that no row sees, and rows that see none."""
     s, p = spec(EVERY["bool_mask"]), problem("self", head, "bfloat16", M=400, batch=1)
@@ -236,7 +236,7 @@ def test_rest_of_listed_empty_rows(head, kind, empty):
     run(s, p, operands=(q, k, v, [pad], seed, sizes), listed=True).within_budget()
 
 
-@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("ids", thinned(IDS, 2))
 def test_rest_of_ids(ids):
     s, p = spec(EVERY["documents"]), problem("self", 64, "bfloat16", M=300, batch=1)
     q, k, v, (doc,), seed, sizes = inputs(s, p)
@@ -321,7 +321,7 @@ BROKEN_APART = {  # there, where a warp of its own copies the keys
 
 @pytest.mark.parametrize("head, variant, line", thinned([*((64, "causal", line) for line in BROKEN), *((128, "causal", line) for line in BROKEN_LONG),
                                                  *((128, "padded_bias", line) for line in BROKEN_APART),
-                                                 *((256, "causal", line) for line in BROKEN_WIDE), *((40, "causal", line) for line in BROKEN_TURNS)], 3))
+                                                 *((256, "causal", line) for line in BROKEN_WIDE), *((40, "causal", line) for line in BROKEN_TURNS)], 5))
 def test_rest_of_errors_that_are_found(head, variant, line, monkeypatch):
     """Each of these lines is needed, and the simulator tells what its loss does: it is what stands for the races of a card."""
     broken = []
