@@ -113,6 +113,7 @@ class Cost:
     matrix, special, memory, cache   at the rates that such kernels sustain; special is all that is done to a score
     turns                            prologues and epilogues of the programs that follow each other on a multiprocessor, and of their tiles
     fixed                            of a launch, from one kernel's end to the next one's work
+    waits                            nothing is copied ahead: a program waits for all that it reads
     """
 
     kernel: str
@@ -122,6 +123,7 @@ class Cost:
     cache: float
     turns: float
     fixed: float
+    waits: bool = False
 
     @property
     def busy(self) -> float:
@@ -130,12 +132,13 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        return max(self.busy, self.memory, self.cache) + self.fixed
+        moved = max(self.memory, self.cache)
+        return (self.busy + moved if self.waits else max(self.busy, moved)) + self.fixed
 
     @property
     def binds(self) -> str:
         """What binds: the largest share of the larger side."""
-        if max(self.memory, self.cache) > self.busy:
+        if max(self.memory, self.cache) > (max(self.matrix, self.special, self.turns) if self.waits else self.busy):
             return "device memory" if self.memory >= self.cache else "L2 cache"
         return max((self.matrix, "matrix units"), (self.special, "special functions"), (self.turns, "starting and ending programs"))[1]
 
@@ -361,8 +364,7 @@ def kernel_cost(schedule: str, kernel: str, tiles: tuple[int, int, int, int], kn
     rate = RATES.get((schedule, kernel))
     if rate is None or not known.z * known.M * known.N:
         return Cost(kernel, 0.0, 0.0, memory, cache, 0.0, LAUNCH)
-    turns = _sum(found, rate, TURNS) + memory * (kernel == "one_tile")  # where nothing is copied ahead a program waits for all that it reads
-    return Cost(kernel, _sum(found, rate, MATRIX), _sum(found, rate, SPECIAL), memory, cache, turns, rate.launch)
+    return Cost(kernel, _sum(found, rate, MATRIX), _sum(found, rate, SPECIAL), memory, cache, _sum(found, rate, TURNS), rate.launch, kernel == "one_tile")
 
 
 @functools.lru_cache(maxsize=4096)

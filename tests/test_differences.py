@@ -12,6 +12,7 @@ from .capture import compare
 from .kernels import interpreted_differences as kernel
 from .test_backend import Counting
 from .test_relative import both_ways, clipped, logarithmic
+from .thinning import thinned
 
 WIDTH = 12
 
@@ -50,9 +51,8 @@ def test_the_gradient_without_a_kernel(shape, positions, dtype):
     kernel.check(*shape, positions, dtype)
 
 
-@pytest.mark.parametrize("bucket", [both_ways, clipped, lambda at: logarithmic(at.abs(), 6, 20, WIDTH)])
-@pytest.mark.parametrize("M, N", [(21, 21), (19, 26)])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("bucket, M, N, dynamic", thinned(((bucket, M, N, dynamic) for bucket in (both_ways, clipped, lambda at: logarithmic(at.abs(), 6, 20, WIDTH))
+                                                           for M, N in ((21, 21), (19, 26)) for dynamic in (False, True)), 5))
 def test_both_terms(bucket, M, N, dynamic):
     seen = agree(disentangled(bucket), *operands(M, N), dynamic=dynamic)
     assert str(seen.regions[0].spec.score) == "qk * 0.2 + bias[b, h, i, j] + bias2[b, h, i, j]", "terms are added to the scores one after the other"

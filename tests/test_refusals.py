@@ -209,6 +209,11 @@ def too_many_rows():
         make_plan(spec, Problem((2,), 1024, 1024, 64, 64, "float16", "float16"), BY_NAME["A100"], "backward", listed=True)
 
 
+def too_many_keys():
+    with overridden(one_tile=(32, 32, 4, 1)):
+        make_plan(SPEC, Problem((), 40, 40, 64, 64, "float16", "float16"), BY_NAME["H100"], "backward")
+
+
 DIRECT = {
     "q, k and v live on cpu, meta and cpu": lambda m: check(SimpleNamespace(out=None), tensors(k={"device": "meta"}), None),
     "q is float32 and k is bfloat16": lambda m: check(SimpleNamespace(out=None), tensors(k={"dtype": torch.bfloat16}), None),
@@ -223,6 +228,7 @@ DIRECT = {
     "the head size s3 follows from other sizes": lambda m: size_of(m, Size("s3", True)),
     "the generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's": lambda m: on_amd(m),
     "tiles of 128x64 do not divide the blocks of 64x128 of the mask's run-time summary": lambda m: too_many_rows(),
+    "a tile of 32 keys does not hold all 40": lambda m: too_many_keys(),
     "None is no scalar": lambda m: Puller.operand(None, None, ()),
     "the generated kernels take float16, bfloat16 and float32, not float64; float64 runs in the tiled PyTorch schedule":
         lambda m: make_plan(SPEC, Problem((), 64, 64, 64, 64, "float64", "float64"), BY_NAME["A100"], "forward"),

@@ -44,6 +44,12 @@ def tiles(problem: Problem) -> tuple[int, int, int, int]:
     return 64 if head <= 32 and min(problem.M, keys) > 32 else 32, keys, 2 if keys <= 32 else 4, 1
 
 
+def offered(problem: Problem) -> list[tuple[int, int, int, int]]:
+    """Tiles to measure."""
+    _, keys, *_ = tiles(problem)
+    return [(m, keys, warps, 1) for m in (32, 64, 128) if m <= max(32, keys) for warps in (2, 4, 8) if keys <= 32 * warps <= 8 * m]
+
+
 def one_tile_kernel(site: Site) -> Kernel:
     """All gradients but those of tensors with an element for every row and key."""
     spec, site = site.spec, replace(site, descriptors=False)  # a few tiles of each operand in all: nothing to copy ahead

@@ -64,7 +64,13 @@ class Workload:
 
     def __str__(self) -> str:
         p = self.problems[0]
-        return f"{self.variant}{' grouped' if self.grouped else ''} d={p.D} {p.dtype}{' decode' if p.M == 1 else ' few' if self.has_few else ''}"
+        return f"{self.variant}{' grouped' if self.grouped else ''} d={p.D} {p.dtype}{' decode' if p.M == 1 else ' few' if self.has_few else ''}" \
+            + f" N<={p.N}" * self.is_short
+
+    @property
+    def is_short(self) -> bool:
+        """May one tile hold all keys, at any of its lengths?"""
+        return max(p.N for p in self.problems) <= one_tile.KEYS
 
     @property
     def has_few(self) -> bool:
@@ -107,6 +113,10 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
               128: ((9, 14, 120, 8192), (2, 9, 500, 8192))}  # as many programs as a card holds, or fewer
     found += [Workload(variant, False, tuple(Problem((b, h), m, n, head, head, "bfloat16", "bfloat16") for b, h, m, n in sizes))
               for head, sizes in shapes.items() for variant in ("full", "mask")]
+    short = (*(("full", head, (64, 49)) for head in (32, 64, 128)), *((variant, 64, (64, 49)) for variant in ("causal", "dropout", "softcap", "trained", "mask")),
+             ("full", 32, (128, 100)), ("full", 64, (128, 100)), ("dropout", 64, (128, 100)), ("full", 64, (32, 17)))
+    found += [Workload(variant, False, tuple(Problem((16384 // n + 1, 2048 // head + 1), n, n, head, head, "bfloat16", "bfloat16") for n in sizes))
+              for variant, head, sizes in short]
     return found
 
 
@@ -176,7 +186,7 @@ def jobs(workload: Workload, gpu: GPU, schedules: Sequence[str] = SCHEDULES) -> 
         for n in range(max(map(len, lists.values()))):
             found.append(Job(workload, "backward", "triton", tuple((k, ts[n % len(ts)]) for k, ts in lists.items()), gpu))
         if all(one_tile.takes(workload.spec, p, gpu, job_needs(workload)) for p in workload.problems):
-            found += [Job(workload, "backward", "triton", (("one_tile", t),), gpu) for t in offers(workload, gpu, "triton", "one_tile")]
+            found += [Job(workload, "backward", "triton", (("one_tile", t),), gpu) for t in one_tile.offered(workload.problems[0])]
     return found
 
 
