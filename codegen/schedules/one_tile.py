@@ -39,9 +39,11 @@ def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ..
 
 
 def tiles(problem: Problem) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, num_stages): the fastest of those that were measured."""
-    head, keys = max(problem.D, problem.Dv), max(16, 1 << (problem.N - 1).bit_length())
-    return 64 if head <= 32 and min(problem.M, keys) > 32 else 32, keys, 2 if keys <= 32 else 4, 1
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages): of those that do not spill, with dK and dV in up to 96 registers of a thread, the fastest that were measured."""
+    keys = max(16, 1 << (problem.N - 1).bit_length())
+    warps = next(w for w in (2, 4, 8) if (w > 2 or keys <= 32) and keys * (padded(problem.D) + padded(problem.Dv)) <= 96 * 32 * w)
+    wide = keys == 128 and warps == 8 or max(problem.D, problem.Dv) <= 32 and min(problem.M, keys) > 32
+    return 64 if wide else 32, keys, warps, 1
 
 
 def offered(problem: Problem) -> list[tuple[int, int, int, int]]:
@@ -59,6 +61,7 @@ def one_tile_kernel(site: Site) -> Kernel:
     shared = f"; gradients of the keys and values summed over ({', '.join(others)}) in registers" if others else ""
     kernel = Kernel("attention_backward", f"One program: all keys 0 <= j < N <= BLOCK_N{shared}.", arguments(site, results | ends_arguments(site)),
                     ("BLOCK_M", "BLOCK_N"), "KEYS", multiples(site))
+    kernel.hoists = False  # of a loop of a few steps nothing is worth a register throughout
     out = kernel.body
     out.assign("y", "tl.program_id(0)")
     decode(out, mine, "y")
