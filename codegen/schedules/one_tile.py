@@ -13,6 +13,7 @@ from dataclasses import replace
 from ...expr import QK
 from ...region import Problem
 from ...spec import AttentionSpec
+from ..captured import ends
 from ..gpu import GPU, units
 from ..limits import padded
 from ..loops import Loop
@@ -33,6 +34,8 @@ def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ..
     """Can it run, and was it measured? needs: which of (q, k, v, *aux) get gradients; all that can unless given."""
     head, keys = max(padded(problem.D), padded(problem.Dv)), 1 << (max(problem.N, 1) - 1).bit_length()
     if units(problem, gpu) != "wgmma" or not (0 < problem.N <= KEYS and problem.M <= ROWS and head <= HEAD and keys * head <= ELEMENTS):
+        return False
+    if head > 96 and any(map(ends, spec.score.loads)):  # spilled up to 60 bytes, whatever was tried
         return False
     own = set(spec.q) == set(spec.axes)  # or dQ would be a sum over programs
     return own and QK in spec.score.leaves and all(needs[:3])
