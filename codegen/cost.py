@@ -173,7 +173,8 @@ def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = Tru
 
 def parts(known: Facts, plan: Plan) -> int:
     """Into how many parts a plan splits the keys of a tile of rows."""
-    return plan.parts or number((known := known.packed(bool(plan.packed))).visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots, known.group)
+    known = known.packed(bool(plan.packed))
+    return plan.parts or number(known.visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots, known.group)
 
 
 def _counted(spec: AttentionSpec, problem: Problem, plan: Plan, kernel: str) -> tuple[float, float]:

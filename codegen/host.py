@@ -14,7 +14,7 @@ from .reads import averages
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
-from .schedules.one_tile import one_tile_kernel
+from .schedules.one_tile import one_tile_kernel, own_loads
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
 from .schedules import documents, hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
@@ -257,10 +257,11 @@ def _allocate_sums(site: Site, loads: Sequence[Load], parts: str, out: Writer) -
 
 
 def _one_tile(site: Site, kernel: Kernel, out: Writer) -> list[str]:
+    """All three gradients, a program for each batch index of the keys."""
     axes = site.axes_of("k", "v")
     results = [_allocate(site, f"grad_{x}", x, site.spec.axes if x == "q" else axes, size, head, out)
                for x, size, head in (("q", "M", site.D), ("k", "N", site.D), ("v", "N", site.Dv))]
-    _allocate_sums(site, [*site.loads_over("i"), *site.loads_over("j"), *site.loads_over()], "1", out)
+    _allocate_sums(site, own_loads(site), "1", out)
     kernel.call(f"({count(axes)},)", out)
     return results
 

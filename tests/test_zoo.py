@@ -1,4 +1,4 @@
-"""A sample of the zoo, every fourth entry, and half of these in the default run: each site fused or refused for a reason that is known to be true, errors within the budget, no mask
+"""A sample of the zoo, every fourth entry, and a quarter of these in the default run: each site fused or refused for a reason that is known to be true, errors within the budget, no mask
 as a matrix. `python -m tests.zoo` runs all of it."""
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...expr import QK
+from ...expr import QK, Load
 from ...region import Problem
 from ...spec import AttentionSpec
 from ..captured import ends
@@ -27,7 +27,8 @@ from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_e
 
 KEYS, ROWS, HEAD, ELEMENTS = 128, 256, 128, 8192
 """Most keys, queries, head size and elements of a tile of keys for it (beyond, heads of 96 spilled). H200, 16k tokens, microseconds of all kernels of a backward
-over keys and rows, and of a draft of this one: head size 64, N = 32, 49, 64, 100, 128: 390, 335, 279, 373, 310 and 226, 190, 162, 304, 261; 32: 603, 396, 323, 389, 328 and 192, 208, 175, 299, 252; in tiles of 256 keys 410 and 551."""
+over keys and rows, and of a draft of this one: head size 64, N = 32, 49, 64, 100, 128: 390, 335, 279, 373, 310 and 226, 190, 162, 304, 261; 32: 603, 396, 323, 389, 328
+and 192, 208, 175, 299, 252; N = 197, head size 64, in tiles of 256 keys 410 and 551."""
 
 
 def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ...] = ()) -> bool:
@@ -55,12 +56,16 @@ def offered(problem: Problem) -> list[tuple[int, int, int, int]]:
     return [(m, keys, warps, 1) for m in (32, 64, 128) if m <= max(32, keys) for warps in (2, 4, 8) if keys <= 32 * warps <= 8 * m]
 
 
+def own_loads(site: Site) -> list[Load]:
+    """Loads whose gradient the kernel makes on the way: those with an element for every row and key have kernels of their own."""
+    return [*site.loads_over("i"), *site.loads_over("j"), *site.loads_over()]
+
+
 def one_tile_kernel(site: Site) -> Kernel:
     """All gradients but those of tensors with an element for every row and key."""
     spec, site = site.spec, replace(site, descriptors=False)  # a few tiles of each operand in all: nothing to copy ahead
     mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
-    found = [*site.loads_over("i"), *site.loads_over("j"), *site.loads_over()]
-    results = {"dQ": "grad_q", "dK": "grad_k", "dV": "grad_v", "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in found}
+    results = {"dQ": "grad_q", "dK": "grad_k", "dV": "grad_v", "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in own_loads(site)}
     shared = f"; gradients of the keys and values summed over ({', '.join(others)}) in registers" if others else ""
     kernel = Kernel("attention_backward", f"One program: all keys 0 <= j < N <= BLOCK_N{shared}.", arguments(site, results | ends_arguments(site)),
                     ("BLOCK_M", "BLOCK_N"), "KEYS", multiples(site))
@@ -131,7 +136,7 @@ def _tile(site: Site, out: Writer, program: Program, body: Body) -> None:
         out.assign("lse2", f"lse * {LOG2E!r}")
         mean_share(site, out)
     rest, factor = scaled(site, QK)
-    found = [(load, *scaled(site, load)) for load in (*site.loads_over("i"), *site.loads_over("j"), *site.loads_over())]
+    found = [(load, *scaled(site, load)) for load in own_loads(site)]
     body.weights(out, True, "j" if site.whole else "", [rest, *(r for _, r, _ in found)])
     weights = "p"
     if spec.dropout:
