@@ -13,7 +13,7 @@ from .captured import ends, grouped, is_divided, is_overfull
 from .gpu import EXACT, GPU, units
 from .largest import largest
 from .limits import is_uneven, padded, shared_bytes, wider_bytes
-from .reads import ROW
+from .reads import ROW, across
 from .registers import LIMIT, registers_per_thread, resident
 from .schedules import hopper, hopper_locate, hopper_memory, one_tile
 from .split import number
@@ -113,7 +113,7 @@ def generated(asked: Asked) -> list[Tiles]:
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in ((3,) if deep else (2,) if n == 128 and head > 96 else (3, 2))
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
     if kernel == "one_tile":
-        return [one_tile.tiles(problem)]
+        return [one_tile.tiles(spec, problem)]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
         crowded = grouped(spec) and (head > 64 and is_overfull(spec) or head > 128 and spec.dropout > 0) or head == 160 and is_overfull(spec)
         return [(16, 64, 8, 2) if head <= 128 and not crowded else (16, 16, 4, 2) if crowded else (16, 32, 4, 2)]
@@ -125,6 +125,8 @@ def generated(asked: Asked) -> list[Tiles]:
     most = 128 if outer > 64 else max(least, 1 << (outer - 1).bit_length())
     found = [(first, second, warps, stages) for first in (16, 32, 64, 128) if least <= first <= most for second in ((16, 32, 64) if uneven else (32, 64, 128))
              for warps in (4, 8) if warps == 4 or first == 128 or head > 128 for stages in (3, 2)]
+    if kernel == "forward" and head <= 64 and problem.N > 32 and problem.N % ROW and across(spec):  # read element by element: H200, N = 49, 32 keys take 14 to 22 % more time
+        found = [tiles for tiles in found if tiles[1] > 32]
     if kernel == "keys" and outer < 64 and any(map(ends, spec.score.loads)):  # sums beyond the ends of a table
         found = sorted({(first, 16, warps, stages) for first, _, warps, stages in found})
     return [(second, first, *rest) for first, second, *rest in found if not (listed and second > FINE)] if kernel == "keys" else found

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Iterable
+from typing import Callable, Iterable
 
 from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute, walk
 from ..spec import AttentionSpec
@@ -109,6 +109,11 @@ class Program:
         for node in {n: None for root in roots for n in walk(root)}:
             self.uses.update(node.args_())
         self.uses.update(roots)
+
+    def read_tiles(self, which: Callable[[Load], bool]) -> None:
+        """Read now what has an element for every query and key, of the tensors in question."""
+        for load in [e for e in self.uses if isinstance(e, Load) and len(self.dims(e)) == 2 and which(e)]:
+            self.value(load)
 
     def here(self, out: Writer) -> Program:
         """A program of the same kernel that writes everything where it is, and keeps nothing for later."""

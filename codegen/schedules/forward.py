@@ -12,9 +12,10 @@ from ..loops import Loop
 from ..parts import LOG2E, Site, arguments, base, count, decode, flatten, head_index, load_tile, matrix, multiples, packed_rows, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
+from ..reads import is_gathered
 from ..torch_tiled import MEAN_ROW
 from ..writer import Kernel, Writer
-from .ends import score
+from .ends import ended, score
 
 PARTIAL = {"PartMax": "part_max", "PartSum": "part_sum", "PartOut": "part_out"}
 """What the parts of the keys leave of each row: kernel argument -> host tensor, float32, (parts, *extents, M) and (parts, *extents, M, Dv)."""
@@ -113,6 +114,7 @@ def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
     program.enter(out, [site.raw, *([visible] if visible is not None else [])], () if beyond else "j")
     check = "(j < N)[:, None]" if beyond else ""
     if QK in spec.score.leaves:
+        _read_exchanged(site, program)
         load_tile(site, out, "K", "k", check, looped=True)
         product(site, out, "qk", "q", "k", site.qk_chunks)
     raw = score(site, program, out, ("i0", "BLOCK_M"), ("j0", "BLOCK_N"))
@@ -133,6 +135,14 @@ def _tile(site: Site, program: Program, out: Writer, partial: bool) -> None:
     out.assign("l", "l * alpha + tl.sum(p, 1)")
     add_values(site, out, check, "alpha")
     out.assign("m", "m_new")
+
+
+def _read_exchanged(site: Site, program: Program) -> None:
+    """Read captured tiles whose values come through registers in front of the scores' product. Of two layouts that meet in a score, Triton 3.6 and 3.7 take that of
+    the later one for a row's maximum and sum: behind the product that of a load, where 32 threads hold a row, five exchanges for each. H200, a bias shared by
+    16k tokens in windows of 49: 281 -> 134 microseconds at head size 64, 164 -> 109 at 128, 210 -> 181 at 32; of a bias at 128, N = 197, nothing spills (684 bytes before)."""
+    if not site.float32:
+        program.read_tiles(lambda load: load not in ended(site) and (not site.whole or is_gathered(load)))
 
 
 def add_values(site: Site, out: Writer, check: str, alpha: str) -> None:

@@ -20,15 +20,16 @@ from ..loops import Loop
 from ..parts import LOG2E, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, multiples
 from ..philox import kept_scale
 from ..program import Program
+from ..reads import across
 from ..writer import Kernel, Writer
 from .backward import store_gradient
 from .common import Body, buffer, load_lse2, mean_share, row_pointers, row_terms, scaled
 from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
 
 KEYS, ROWS, HEAD, ELEMENTS = 128, 256, 128, 8192
-"""Most keys, queries, head size and elements of a tile of keys for it (beyond, heads of 96 spilled). H200, 16k tokens, microseconds of all kernels of a backward
-over keys and rows, and of a draft of this one: head size 64, N = 32, 49, 64, 100, 128: 390, 335, 279, 373, 310 and 226, 190, 162, 304, 261; 32: 603, 396, 323, 389, 328
-and 192, 208, 175, 299, 252; N = 197, head size 64, in tiles of 256 keys 410 and 551."""
+"""Most keys, queries, head size and elements of a tile of keys for it (beyond, heads of 96 spilled). H200, 16k tokens, microseconds of the kernels over keys and rows
+with delta, and of this one: head size 64, N = 17, 32, 49, 64: 726, 422, 354, 295 and 302, 200, 202, 173; 32, N = 49, 64, 100, 128: 404, 332, 684, 569 and 255, 220,
+298, 246; of a draft with tiles of 256 keys, N = 197, head size 64, 410 and 551."""
 
 
 def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ...] = ()) -> bool:
@@ -42,17 +43,22 @@ def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ..
     return own and QK in spec.score.leaves and all(needs[:3])
 
 
-def tiles(problem: Problem) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, num_stages): of those that do not spill, with dK and dV in up to 96 registers of a thread, the fastest that were measured."""
-    keys = max(16, 1 << (problem.N - 1).bit_length())
+def tiles(spec: AttentionSpec, problem: Problem) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages): of those that do not spill, with dK and dV in up to 96 registers of a thread, the fastest that were measured:
+    of 64 rows beside dropout and captured tiles, and where a thread holds little (head size 64, N = 64: dropout 229 and 256 microseconds, a mask 231 and 286, plain 196 and 173)."""
+    keys = _keys(problem)
     warps = next(w for w in (2, 4, 8) if (w > 2 or keys <= 32) and keys * (padded(problem.D) + padded(problem.Dv)) <= 96 * 32 * w)
-    wide = keys == 128 and warps == 8 or max(problem.D, problem.Dv) <= 32 and min(problem.M, keys) > 32
-    return 64 if wide else 32, keys, warps, 1
+    wide = warps == 8 or max(problem.D, problem.Dv) <= 32 or spec.dropout > 0 or across(spec)
+    return 64 if wide and min(problem.M, keys) > 32 else 32, keys, warps, 1
+
+
+def _keys(problem: Problem) -> int:
+    return max(16, 1 << (problem.N - 1).bit_length())
 
 
 def offered(problem: Problem) -> list[tuple[int, int, int, int]]:
     """Tiles to measure."""
-    _, keys, *_ = tiles(problem)
+    keys = _keys(problem)
     return [(m, keys, warps, 1) for m in (32, 64, 128) if m <= max(32, keys) for warps in (2, 4, 8) if keys <= 32 * warps <= 8 * m]
 
 

@@ -21,6 +21,7 @@ from ..spec import AttentionSpec
 from .sweep import spec_of
 
 TERMS = Rate._fields
+NEAR = 1.2
 SECONDS = {"tile", "shallow", "idle", "narrow", "nested", "turn", "restart", "launch"}
 
 
@@ -61,9 +62,12 @@ def points(path: str | Path) -> list[Point]:
 
 def fits(point: Point, schedule: str, kernel: str, gpu: GPU) -> set[tuple[int, ...]]:
     """Tiles that the planner would consider; all of "dense", which has one, and of Hopper's backward, whose tiles differ in stages alone: those that are
-    not proposed tell what waiting costs."""
+    not proposed tell what waiting costs. It considers one of "one_tile" too: those not much slower than the fastest stand for it."""
     if kernel in ("dense", "one_pass"):
         return set(point.of(schedule, kernel))
+    if kernel == "one_tile":
+        found = point.of(schedule, kernel)
+        return {tiles for tiles, seconds in found.items() if seconds <= NEAR * min(found.values())}
     packed = is_packed(point, schedule, kernel)
     return {c.tiles for c in ranked(ask(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=packed)) if not c.unfit}
 
@@ -98,9 +102,10 @@ def fit(found: list[Point], schedule: str, kernel: str, gpu: GPU) -> tuple[Rate,
             if tiles not in known:
                 continue
             term, memory = terms(point, schedule, kernel, tiles, gpu)
-            if memory < 0.7 * seconds:
+            waits = kernel == "one_tile"  # for memory before it does anything else
+            if memory < 0.7 * seconds or waits:
                 rows.append([getattr(term, name) / seconds for name in TERMS])
-                wanted.append(1.0)
+                wanted.append(1.0 - waits * memory / seconds)
     values = nonnegative(torch.tensor(rows, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
     return Rate(**{name: float(f"{v:.3g}") for name, v in zip(TERMS, values.tolist())}), len(rows)
 
@@ -132,7 +137,7 @@ def text(path: str | Path, gpu: GPU | None = None) -> str:
     """`RATES` of `flashfx.codegen.rates`, as Python."""
     found, gpu = points(path), gpu or BY_NAME["H200"]
     lines = []
-    for key in (("hopper", "forward"), ("hopper", "one_pass"), ("triton", "forward"), ("triton", "keys"), ("triton", "rows"), ("triton", "dense")):
+    for key in (("hopper", "forward"), ("hopper", "one_pass"), ("triton", "forward"), ("triton", "keys"), ("triton", "rows"), ("triton", "one_tile"), ("triton", "dense")):
         rate, count = fit(found, *key, gpu)
         shown = ", ".join(f"{name}={value:.3g}" for name in TERMS if (value := getattr(rate, name)))
         lines.append(f"    {key}: Rate({shown}),  # {count} measurements")

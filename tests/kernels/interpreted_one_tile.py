@@ -25,7 +25,7 @@ POINTS = [(v, kind, ("float16", "bfloat16")[n % 2], (16, 40, 64, 80, 128)[n % 5]
 @contextlib.contextmanager
 def asked(s, p):
     """Both, for which this kernel is planned."""
-    with overridden(one_tile=one_tile.tiles(p)):
+    with overridden(one_tile=one_tile.tiles(s, p)):
         yield planned(s, p)
 
 

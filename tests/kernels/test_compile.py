@@ -57,7 +57,7 @@ def test_one_tile_of_all_keys_builds_without_spilling(variant, kind, head, lengt
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=length, heads=4)
     if not one_tile.takes(s, p, BY_ARCH["sm_90"]):  # tables that end, of wide heads
         p = replace(p, D=64, Dv=64)
-    with overridden(one_tile=one_tile.tiles(p)):
+    with overridden(one_tile=one_tile.tiles(s, p)):
         reports = [(report, plan) for report, plan in compile_all(s, p, BY_ARCH["sm_90"], forward=False) if report.kernel == "attention_backward"]
     assert [report.spilled for report, _ in reports] == [0] and reports[0][0].shared <= reports[0][1].shared, reports
 

@@ -10,6 +10,7 @@ import torch
 from flashfx.codegen import blocks, gpu, launch
 from flashfx.codegen.captured import is_overfull
 from flashfx.codegen.plan import make_plan, overridden
+from flashfx.codegen.schedules import one_tile
 from flashfx.codegen.selfcheck import inputs
 from flashfx.spec import AttentionSpec, EmptyRow
 
@@ -38,6 +39,20 @@ def test_keys_in_parts(variant, kind, dtype, head, length):
         with overridden(parts=parts):
             run(s, p, "cuda", gradients=False).within_budget()
             assert torch.allclose(launch.forward(s, q, k, v, aux, seed, sizes)[1], expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+SHORT = (49, 64, 100, 128, 17, 32)
+
+
+@pytest.mark.parametrize("variant, kind, dtype, head, length", [
+    (v, kind, DTYPES[n % 2], (32, 64, 128, 40, 96)[n % 5], SHORT[n % 6]) for n, (v, kind) in enumerate(itertools.product({**CORE, **MORE}, KINDS))])
+def test_all_keys_in_one_tile(variant, kind, dtype, head, length):
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length, N=min(length + 14, 64) if kind == "cross" else None)
+    if not one_tile.takes(s, p, gpu.current("cuda")):  # more elements than a tile holds, tables that end of wide heads
+        p = replace(p, D=64, Dv=64)
+    with overridden(one_tile=one_tile.tiles(s, p)):
+        assert make_plan(s, p, gpu.current("cuda"), "backward").kernel == "one_tile"
+        run(s, p, "cuda").within_budget()
 
 
 def test_decoding_splits_its_keys():
