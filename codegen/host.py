@@ -14,7 +14,7 @@ from .reads import averages
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
-from .schedules.one_tile import one_tile_kernel, own_loads
+from .schedules.one_tile import held_axes, one_tile_kernel, own_loads, reads_delta
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
 from .schedules import documents, hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
@@ -27,6 +27,8 @@ from .writer import Kernel, Writer, wrapped
 
 DENSE_PROGRAMS = 512
 """Programs that the gradient of a tensor of pairs should have at least, where batch indices share the tensor: it is summed in parts then."""
+HELD_PROGRAMS = 1024
+"""So many where that gradient stays in registers beside all others: twice as many as an H200 holds at once."""
 
 
 def kernels(site: Site) -> dict[str, Kernel]:
@@ -37,7 +39,7 @@ def kernels(site: Site) -> dict[str, Kernel]:
             found["empty rows"] = hopper_around.empty_rows_kernel(site)
     else:
         found = {"forward": forward_kernel(site)} | ({"combine": combine_kernel(site)} if site.parts else {})
-    if any(site.needs) and (site.loads_over("i", "j") or not site.one_tile):
+    if any(site.needs) and (not site.one_tile or reads_delta(site)):
         found["delta"] = delta_kernel(site)
     if site.one_tile:
         found["one tile"] = one_tile_kernel(site)
@@ -262,7 +264,11 @@ def _one_tile(site: Site, kernel: Kernel, out: Writer) -> list[str]:
     results = [_allocate(site, f"grad_{x}", x, site.spec.axes if x == "q" else axes, size, head, out)
                for x, size, head in (("q", "M", site.D), ("k", "N", site.D), ("v", "N", site.Dv))]
     _allocate_sums(site, own_loads(site), "1", out)
-    kernel.call(f"({count(axes)},)", out)
+    if load := stored_load(site):
+        mine, others = held_axes(site)
+        _dense_parts(site, load, count(mine), HELD_PROGRAMS, kernel, out)
+    else:
+        kernel.call(f"({count(axes)},)", out)
     return results
 
 
@@ -312,12 +318,18 @@ def _dense(site: Site, load: Load, found: dict[str, Kernel], out: Writer, twin: 
     if captured.is_relative(load):
         relative_gradient(site, load, (kernel, found[f"line {buffer(site, load)}"]), dtype, out)
         return
-    name, tiles, shape = buffer(site, load), f'triton.cdiv(M, DENSE["BLOCK_M"]) * triton.cdiv(N, DENSE["BLOCK_N"]) * {count(axes)}', [*(extent(a) for a in axes), "M", "N"]
+    _dense_parts(site, load, f'triton.cdiv(M, DENSE["BLOCK_M"]) * triton.cdiv(N, DENSE["BLOCK_N"]) * {count(axes)}', DENSE_PROGRAMS, kernel, out)
+
+
+def _dense_parts(site: Site, load: Load, tiles: str, programs: int, kernel: Kernel, out: Writer) -> None:
+    """Buffer and launch of a dense gradient, which programs, so many in all, make in parts where batch indices share the tensor. tiles: of the whole gradient."""
+    axes = [a for a in captured.dims_of(site.spec, load) if a not in ("i", "j")]
+    name, shape, dtype = buffer(site, load), [*(extent(a) for a in axes), "M", "N"], f"{local(load.name)}.dtype" if _is_final(site, load) else "torch.float32"
     if not (others := site.other_axes(axes)):
         out.line(f"{name} = torch.empty({_shape(shape)}, dtype={dtype}, device=q.device)", f"gradient of {load}")
         kernel.call(f"({tiles},)", out)
         return
-    out.line(f"parts = max(1, min({count(others)}, {DENSE_PROGRAMS} // max(1, {tiles})))", f"programs for each tile of the gradient of {load}")
+    out.line(f"parts = max(1, min({count(others)}, {programs} // max(1, {tiles})))", f"programs for each tile of the gradient of {load}")
     out.line(f"{name} = torch.empty({_shape(['parts', *shape])}, dtype={dtype} if parts == 1 else torch.float32, device=q.device)")
     kernel.call(f"({tiles} * parts,)", out)
     out.line(f"{name} = {name}[0] if parts == 1 else {name}.sum(0).to({dtype})")

@@ -45,7 +45,7 @@ class Plan:
     listed     tiles to visit come from the mask's run-time summary
     documents  and tiles of rows, in backward of keys too, begin where long runs of one id do
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
-    stored     captured tensor whose gradient their backward stores as it goes
+    stored     captured tensor whose gradient their backward stores as it goes, or one tile of all keys and queries keeps
     ordered    their backward adds dQ up in a fixed order
     turns      it goes through the heads that share keys in turn, tile of rows by tile of rows
     parts      into how many parts the forward kernel's keys are split, a program for each: 1, or 0 for as many as `split.number` says
@@ -116,7 +116,7 @@ class Plan:
         if self.turns:
             own += ", heads that share keys in turn"
         if self.kernel == "one_tile":
-            own += ", which holds all keys: all gradients by one kernel"
+            own += f", which holds all keys{f' and queries, and the gradient of {self.stored}' * bool(self.stored)}: all gradients by one kernel"
         parts = [own, *(str(p).split(": ", 1)[1].split(" (")[0] for p in (self.rows, self.dense) if p)]
         return f"{self.schedule} on {self.gpu.name}: {'; '.join(parts)} ({self.reason})"
 
@@ -326,7 +326,9 @@ class _Asked:
         """Backward by one kernel, where all keys fit in a tile of it: of the sweep's 24 points it takes 4 to 58 % less time than two at each."""
         if OVERRIDE.keys() & {"keys", "rows"} or self.listed or not one_tile.takes(self.spec, self.problem, self.gpu, self.needs or ()):
             return None
-        return replace(self.plan("one_tile"), dense=self.dense)
+        found = self.plan("one_tile")
+        held = one_tile.holds(self.spec, self.problem, all_needs(self.spec) if self.needs is None else self.needs, found.BLOCK_M)
+        return replace(found, dense=None if held else self.dense, stored=held)
 
     @functools.cached_property
     def dense(self) -> Plan | None:

@@ -96,6 +96,7 @@ class Program:
         self.body: Scope | None = None
         self.certain: frozenset[str] = frozenset()
         self.uses: Counter = Counter()
+        self.known: dict[Expr, str] = {}  # values that are there before any loop
         self.others: dict[Load, str] = {}  # what loads read beyond the end, where that is not 0
         self.latest = ""  # a number of the loop, not negative: what sizes alone make is made of it too where nothing is kept, see `late`
         self.withholds = False  # strides until a batch index is known: their signs would be kept from before all partitions, see `late`
@@ -166,8 +167,8 @@ class Program:
         if e == QK:
             return "qk"
         scope = self._scope(e)
-        if e in scope.names:
-            return scope.names[e]
+        if e in scope.names or e in self.known:
+            return scope.names.get(e) or self.known[e]
         if isinstance(e, Load):
             return self._name(scope, e, f"{e.name}_value", self._load(e, scope))
         text = self._call(e)

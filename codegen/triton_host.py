@@ -78,8 +78,8 @@ def _copied(spec: AttentionSpec, problem: Problem, device, needs, listed: bool, 
     loose = [a.name for a, t in zip(spec.aux, aux) if a.name not in tiled and t.element_size() == 2 and t.dim() > 1 and t.shape[-1] % 8 == 0]
     if not loose:
         return []
-    stored = plan.make_plan(spec, problem, gpu.current(device), "backward", descriptors, listed, needs, (*tiled, *loose)).stored
-    return [stored] if stored in loose else []
+    found = plan.make_plan(spec, problem, gpu.current(device), "backward", descriptors, listed, needs, (*tiled, *loose))
+    return [found.stored] if found.schedule == "hopper" and found.stored in loose else []
 
 
 def run_forward(spec: AttentionSpec, q, k, v, aux, seed, sizes, blocks=None, outer: int = 1, key: tuple | None = None):

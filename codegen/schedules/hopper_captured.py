@@ -275,7 +275,7 @@ def doubles(site: Site) -> bool:
 def sum_kernel(site: Site) -> Kernel | None:
     """Sums the copies of the stored gradient, one for each batch index that shares the tensor (PyTorch's own sum takes three times as long)."""
     stored = stored_load(site)
-    if stored is None or not (shared := _shared(site.spec, stored)):
+    if stored is None or site.one_tile or not (shared := _shared(site.spec, stored)):
         return None
     name = buffer(site, stored)
     kernel = Kernel(f"attention_sum_{name[2:]}", f"The gradient of {stored}: the sum over ({', '.join(shared)}).",

@@ -8,12 +8,13 @@ in memory, delta, is worked out where it is used:
 """
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
-from ...expr import QK, Load
+from ...expr import QK, Expr, Load
 from ...region import Problem
 from ...spec import AttentionSpec
-from ..captured import ends
+from ..captured import differentiable_loads, dims_of, ends, is_relative
 from ..gpu import GPU, units
 from ..limits import padded
 from ..loops import Loop
@@ -23,6 +24,7 @@ from ..program import Program
 from ..reads import across
 from ..writer import Kernel, Writer
 from .backward import store_gradient
+from .hopper_captured import stored_load
 from .common import Body, buffer, load_lse2, mean_share, row_pointers, row_terms, scaled
 from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
 
@@ -46,51 +48,73 @@ def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ..
 def tiles(spec: AttentionSpec, problem: Problem) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps, num_stages): of those that do not spill, with dK and dV in up to 96 registers of a thread, the fastest that were measured:
     of 64 rows beside dropout and captured tiles, and where a thread holds little (head size 64, N = 64: dropout 229 and 256 microseconds, a mask 231 and 286, plain 196 and 173)."""
-    keys = _keys(problem)
+    keys = _tile_of(problem)
     warps = next(w for w in (2, 4, 8) if (w > 2 or keys <= 32) and keys * (padded(problem.D) + padded(problem.Dv)) <= 96 * 32 * w)
     wide = warps == 8 or max(problem.D, problem.Dv) <= 32 or spec.dropout > 0 or across(spec)
     return 64 if wide and min(problem.M, keys) > 32 else 32, keys, warps, 1
 
 
-def _keys(problem: Problem) -> int:
+def _tile_of(problem: Problem) -> int:
     return max(16, 1 << (problem.N - 1).bit_length())
 
 
 def offered(problem: Problem) -> list[tuple[int, int, int, int]]:
     """Tiles to measure."""
-    keys = _keys(problem)
+    keys = _tile_of(problem)
     return [(m, keys, warps, 1) for m in (32, 64, 128) if m <= max(32, keys) for warps in (2, 4, 8) if keys <= 32 * warps <= 8 * m]
 
 
+def holds(spec: AttentionSpec, problem: Problem, needs: tuple[bool, ...], rows: int) -> str:
+    """The captured tensor with an element for every row and key whose gradient stays in registers, or "": where one tile of so many rows holds them all too, a program
+    goes through batch indices that share the tensor. Not beside gradients that are summed over heads that share keys, or others over rows and keys."""
+    found = [load for load in differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:]))) if {"i", "j"} <= load.variables]
+    if len(found) != 1 or problem.M > rows or is_relative(found[0]) or any(set(x) != set(spec.axes) for x in (spec.k, spec.v)):
+        return ""
+    return found[0].name
+
+
+def reads_delta(site: Site) -> bool:
+    """Are there kernels of gradients beside this one, which read delta?"""
+    return any(load != stored_load(site) for load in site.loads_over("i", "j"))
+
+
 def own_loads(site: Site) -> list[Load]:
-    """Loads whose gradient the kernel makes on the way: those with an element for every row and key have kernels of their own."""
+    """Loads with an element for each row or key, or one for all, whose gradient the kernel makes on the way."""
     return [*site.loads_over("i"), *site.loads_over("j"), *site.loads_over()]
 
 
 def one_tile_kernel(site: Site) -> Kernel:
-    """All gradients but those of tensors with an element for every row and key."""
+    """All gradients but those of tensors with an element for every row and key, of which one may be `held`."""
     spec, site = site.spec, replace(site, descriptors=False)  # a few tiles of each operand in all: nothing to copy ahead
-    mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
-    results = {"dQ": "grad_q", "dK": "grad_k", "dV": "grad_v", "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in own_loads(site)}
+    mine, others, held = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v")), stored_load(site)
+    results = {"dQ": "grad_q", "dK": "grad_k", "dV": "grad_v", "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in [*own_loads(site), *([held] if held else [])]}
     shared = f"; gradients of the keys and values summed over ({', '.join(others)}) in registers" if others else ""
-    kernel = Kernel("attention_backward", f"One program: all keys 0 <= j < N <= BLOCK_N{shared}.", arguments(site, results | ends_arguments(site)),
+    if held:
+        mine, others = held_axes(site)
+        shared = f" and queries; the gradient of {held}, summed over its part of ({', '.join(others)}) in registers" if others else " and queries"
+    kernel = Kernel("attention_backward_at_once" if held else "attention_backward", f"One program: all keys 0 <= j < N <= BLOCK_N{shared}.", arguments(site, results | ends_arguments(site)),
                     ("BLOCK_M", "BLOCK_N"), "KEYS", multiples(site))
     kernel.hoists = False  # of a loop of a few steps nothing is worth a register throughout
     out = kernel.body
     out.assign("y", "tl.program_id(0)")
+    if held and others:
+        batch = f"({count(mine)})" if len(mine) > 1 else count(mine)
+        out.assign("slot", "y")
+        out.assign("part", f"slot // {batch}")
+        out.assign("parts", f"tl.num_programs(0) // {batch}", "programs for each tile of the tensor")
+        out.assign("y", f"slot % {batch}")
     decode(out, mine, "y")
     out.assign("j0", "0")
     out.assign("rows", "tl.arange(0, BLOCK_M)")
     out.assign("cols", "tl.arange(0, BLOCK_N)")
     out.assign("j", "j0 + cols")
     head_index(site, out, "de")
-    for name in ("K", "V"):
-        load_tile(site, out, name, name.lower(), "(j < N)[:, None]")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
-    for gradient, chunks in (("dk", site.qk_chunks), ("dv", site.v_chunks)):
-        for c in chunks:
-            out.assign(f"{gradient}{c.suffix}", f"tl.zeros([BLOCK_N, {c.width}], tl.float32)")
+    if held:
+        _held(site, out, held, others)
+        return kernel
+    _keys(site, out)
     if others:
         with out.block(f"for g in tl.range(0, {count(others)}):", "the queries that share these keys"):
             decode(out, others, "g")
@@ -102,22 +126,67 @@ def one_tile_kernel(site: Site) -> Kernel:
     return kernel
 
 
-def _over_rows(site: Site, out: Writer) -> None:
-    """One batch index: the loop over tiles of rows."""
-    spec = site.spec
-    out.assign("z", "y" if tuple(spec.axes) == site.axes_of("k", "v") else flatten(spec.axes))
-    for operand in ("Q", "dO", *(() if site.loads_over("i", "j") else ("Out",))):
+def held_axes(site: Site) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(batch axes of the tensor whose gradient stays in registers, all others)."""
+    mine = tuple(a for a in dims_of(site.spec, stored_load(site)) if a not in ("i", "j"))
+    return mine, site.other_axes(mine)
+
+
+def _held(site: Site, out: Writer, load: Load, others: tuple[str, ...]) -> None:
+    """All batch indices of a part, whose tiles are one each: their dK and dV leave at once, the tensor's gradient behind the last."""
+    name, slot = buffer(site, load), "slot" if others else "y"
+    out.assign("dense", "tl.zeros([BLOCK_N, BLOCK_M], tl.float32)")
+    known = _read_once(site, out, others)
+    with out.block(f"for g in tl.range(part, {count(others)}, parts):") if others else contextlib.nullcontext():
+        if others:
+            out.assign("rows", "tl.arange(0, BLOCK_M) + (g >> 31)", "a zero that the compiler does not know: offsets would be kept through the loop")
+            out.assign("cols", "tl.arange(0, BLOCK_N) + (g >> 31)")
+            out.assign("j", "j0 + cols")
+            decode(out, others, "g")
+        _keys(site, out)
+        _over_rows(site, out, known)
+        store_gradient(site, out, "K", "dk", "z", "N", "cols", scaled(site, QK)[1])
+    out.assign("dense_rows", f"{name} + (tl.cast({slot}, tl.int64) * M + rows) * N")
+    out.line(f"tl.store(dense_rows[None, :] + j[:, None], dense.to({name}.dtype.element_ty), mask=(rows < M)[None, :] & (j < N)[:, None])")
+
+
+def _read_once(site: Site, out: Writer, others: tuple[str, ...]) -> dict[Expr, str]:
+    """Captured tiles that all those batch indices share, read in front of the loop: in it their addresses would be kept in registers, two for each element."""
+    out.assign("i", "rows")
+    program = Program(site.spec, out, inner="", columns="i")
+    program.enter(out, [])
+    return {load: program.value(load) for load in across(site.spec) if not load.variables & {*others}} if others else {}
+
+
+def _keys(site: Site, out: Writer) -> None:
+    for name in ("K", "V"):
+        load_tile(site, out, name, name.lower(), "(j < N)[:, None]")
+    for gradient, chunks in (("dk", site.qk_chunks), ("dv", site.v_chunks)):
+        for c in chunks:
+            out.assign(f"{gradient}{c.suffix}", f"tl.zeros([BLOCK_N, {c.width}], tl.float32)")
+
+
+def _over_rows(site: Site, out: Writer, known: dict[Expr, str] | None = None) -> None:
+    """One batch index: the loop over tiles of rows. known: what was read before."""
+    spec, held = site.spec, stored_load(site)
+    out.assign("z", "y" if not held and tuple(spec.axes) == site.axes_of("k", "v") else flatten(spec.axes))
+    for operand in ("Q", "dO", *(() if reads_delta(site) else ("Out",))):
         matrix(site, out, operand)
-    if site.loads_over("i", "j"):
+    if reads_delta(site):
         row_pointers(out)
     program = Program(spec, out.section(), inner="i", columns="i")
+    program.known = known or {}
     body = Body(site, program, transposed=True, sums_keys=not site.whole)
     by_key, single = site.loads_over("j"), site.loads_over()
     for load in (*by_key, *single):
         out.assign(f"sum_{buffer(site, load)}", "tl.zeros([BLOCK_N], tl.float32)" if load in by_key else "0.0")
     start_ends(site, out, "tl.zeros([BLOCK_N], tl.float32)")
-    with out.block(Loop("i0", "0", "M", "BLOCK_M", ahead=False).head):
+    if held:
+        out.assign("i0", "0")
         _tile(site, out, program, body)
+    else:
+        with out.block(Loop("i0", "0", "M", "BLOCK_M", ahead=False).head):
+            _tile(site, out, program, body)
     for load in (*by_key, *single):
         name = buffer(site, load)
         at, mask = (" * N + j", ", mask=j < N") if load in by_key else ("", "")
@@ -130,7 +199,7 @@ def _tile(site: Site, out: Writer, program: Program, body: Body) -> None:
     out.assign("i", "i0 + rows")
     load_tile(site, out, "Q", "q", check, looped=True)
     load_tile(site, out, "dO", "do", check, looped=True)
-    if site.loads_over("i", "j"):  # the kernels of their gradients read both too
+    if reads_delta(site):  # as other kernels do
         load_lse2(site, out)
         out.assign("delta", "tl.load(delta_rows + i)")
     else:
@@ -143,7 +212,9 @@ def _tile(site: Site, out: Writer, program: Program, body: Body) -> None:
         mean_share(site, out)
     rest, factor = scaled(site, QK)
     found = [(load, *scaled(site, load)) for load in own_loads(site)]
-    body.weights(out, True, "j" if site.whole else "", [rest, *(r for _, r, _ in found)])
+    held = stored_load(site)
+    wanted = [rest, *(r for _, r, _ in found), *([scaled(site, held)[0]] if held else [])]
+    body.weights(out, True, "j" if site.whole else "", wanted)
     weights = "p"
     if spec.dropout:
         body.keep(out)
@@ -151,11 +222,13 @@ def _tile(site: Site, out: Writer, program: Program, body: Body) -> None:
     out.assign("weights", f"({weights}).to(do{site.v_chunks[0].suffix}.dtype)")
     for c in site.v_chunks:
         out.assign(f"dv{c.suffix}", site.dot("weights", f"do{c.suffix}", f"dv{c.suffix}"))
+    if held:
+        store_gradient(site, out, "V", "dv", "z", "N", "cols", kept_scale(spec.dropout))
     body.gradient(out, True)
     if site.loads:
         out.assign("excess", "tl.sum(ds, 0)", "which is 0 but for the rounding of O in delta: sums over many keys would see it")
         out.assign("ds", "ds - p * excess[None, :]")
-    if site.loads_over("i", "j"):
+    if reads_delta(site):
         out.line("tl.store(delta_rows + i, delta + excess)", "the exact delta, for the kernels that follow")
     for load, r, f in found:
         name, gradient = buffer(site, load), body.times(r)
@@ -165,6 +238,9 @@ def _tile(site: Site, out: Writer, program: Program, body: Body) -> None:
         else:
             total = f"tl.sum({gradient}, 1)" if "j" in load.variables else f"tl.sum(tl.sum({gradient}, 1), 0)"
             out.assign(f"sum_{name}", f"sum_{name} + {total}{scale}")
+    if held:
+        r, f = scaled(site, held)
+        out.assign("dense", f"dense + {body.times(r)}" + (f" * {f!r}" if f != 1.0 else ""))
     gradient = body.times(rest)
     if summed(site):
         gradient = out.assign("dqk", gradient)

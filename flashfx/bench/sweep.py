@@ -231,7 +231,7 @@ def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
 
 
 ROLES = {
-    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward": "one_tile", "attention_backward_keys": "keys", "attention_backward_values": "keys",
+    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward": "one_tile", "attention_backward_at_once": "one_tile", "attention_backward_keys": "keys", "attention_backward_values": "keys",
                "attention_backward_rows": "rows"},
     "hopper": {"attention_delta": "delta", "attention_backward_keys": "one_pass", "attention_backward_rows": "sum", "attention_sum": "total"},
 }

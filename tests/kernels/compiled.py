@@ -51,7 +51,7 @@ def compile_all(text: str, problem: Problem, gpu: GPU, needs: tuple[bool, ...] |
         out, lse = module.forward(q, k, v, aux, seed, sizes) if forward else (torch.empty(results, dtype=v_dtype), torch.empty(results[:-1]))
         if backward is not None:
             module.backward(out, q, k, v, aux, seed, out, lse, sizes)
-    plans = {"attention_forward": plan, "attention_backward": backward, "attention_backward_keys": backward, "attention_backward_values": backward, "attention_backward_rows": backward and backward.rows,
+    plans = {"attention_forward": plan, "attention_backward": backward, "attention_backward_at_once": backward, "attention_backward_keys": backward, "attention_backward_values": backward, "attention_backward_rows": backward and backward.rows,
              "attention_delta": None, "attention_empty_rows": None, "attention_combine": None}
     found = compile_launches(module, gpu, run)
     assert wrong or not any(report.shallow or report.outrun for report in found), found

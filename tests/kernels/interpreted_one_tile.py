@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashfx.codegen import gpu
+from flashfx.codegen import gpu, host, triton_host
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import one_tile
 from flashfx.codegen.selfcheck import inputs
@@ -69,6 +69,18 @@ def test_gradient_of_scores_far_below_zero():
     q, k, v, aux, seed, sizes = inputs(s, p)
     q, k = torch.full_like(q, 30.0), -torch.full_like(k, 30.0) + k / 30
     run(*planned(s, p), operands=(q, k, v, aux, seed, sizes)).within_budget()
+
+
+@pytest.mark.parametrize("variant, length, drop, programs", [
+    ("shared_bias", 41, "", 9), ("shared_bias", 41, "", 1), ("bias", 20, "0.25", 30), ("padded_bias", 50, "", 9), ("scaled_shared_bias", 64, "0.25", 1),
+    ("scaled_shared_bias", 30, "", 30), ("two_shared_biases", 30, "", 9)])
+def test_gradient_of_a_tensor_that_stays_in_registers(variant, length, drop, programs, monkeypatch):
+    """A program goes through all five batch indices that share it, through some of them, or through one. Of two tensors each has a kernel of its own."""
+    monkeypatch.setattr(host, "HELD_PROGRAMS", programs)
+    monkeypatch.setattr(triton_host, "_MODULES", {})
+    s, p = spec(replace(MORE[variant] if variant in MORE else CORE[variant], drop=drop)), problem("self", 16, "bfloat16", M=length, batch=5, heads=3)
+    assert make_plan(s, p, gpu.current("cpu"), "backward").stored == ("" if variant == "two_shared_biases" else "bias")
+    run(*planned(s, p)).within_budget()
 
 
 def test_gradient_by_a_tile_that_is_too_small():

@@ -55,6 +55,14 @@ def test_all_keys_in_one_tile(variant, kind, dtype, head, length):
         run(s, p, "cuda").within_budget()
 
 
+@pytest.mark.parametrize("variant, head, length, drop", [("shared_bias", 32, 49, ""), ("shared_bias", 64, 64, "0.1"), ("scaled_shared_bias", 128, 50, ""), ("padded_bias", 64, 49, ""), ("bias", 80, 33, "0.1")])
+def test_gradient_of_a_tensor_that_stays_in_registers(variant, head, length, drop):
+    """Programs go through several of the 700 batch indices."""
+    s, p = spec(replace({**CORE, **MORE}[variant], drop=drop)), problem("self", head, "bfloat16", M=length, batch=700, heads=3)
+    assert make_plan(s, p, gpu.current("cuda"), "backward").stored == "bias"
+    run(s, p, "cuda").within_budget()
+
+
 def test_decoding_splits_its_keys():
     """As the plan chooses, long caches by one module, the second call of each length replayed."""
     s = spec(CORE["full"], "gqa")
