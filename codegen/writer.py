@@ -68,22 +68,23 @@ class Writer:
 
 def folded(text: str) -> list[str]:
     """A line of code over several, broken inside brackets after an operator or a comma, as deep as the bracket."""
-    out = []
+    out, around = [], []  # columns of brackets that earlier lines opened
     while len(text) > WIDTH:
-        opened: list[int] = []
+        opened: list[int] = [*around]
         best = None
         for n, c in enumerate(text[: WIDTH + 1]):
             if c in "([{":
                 opened.append(n)
             elif c in ")]}" and opened:
                 opened.pop()
-            elif c == " " and opened and text[n - 1] in ",+&|*-<>=" and text[n - 2: n] not in ("=-", ":,"):
+            elif c == " " and opened and text[:n].strip() and text[n - 1] in ",+&|*-<>=" and text[n - 2: n] not in ("=-", ":,"):
                 if best is None or len(opened) <= best[0]:
-                    best = (len(opened), n, opened[-1] + 1)
+                    best = (len(opened), n, [*opened])
         if best is None:
             break
         out.append(text[: best[1]])
-        text = " " * min(best[2], WIDTH // 2) + text[best[1] + 1:]
+        around = [min(column, WIDTH // 2 - 1) for column in best[2]]
+        text = " " * (around[-1] + 1) + text[best[1] + 1:]
     return [*out, text]
 
 

@@ -20,8 +20,9 @@ from .find import has_product_above
 from .held import Held, is_computed
 from .index import Affine, Index, NotAffine, Size, SplitAxis, at_least, broadcast, is_no_larger, number, quotient, same, size
 from .relative import gathered
+from .rounding import Rounding
 from .rules import RULES, Product
-from .scalars import added, cast_simplified, is_bit, is_exact, kind_of, rounded, simplified
+from .scalars import added, cast_simplified, is_bit, kind_of, rounded, simplified
 from .values import Refused, Value, upstream
 from .views import step_through, within
 
@@ -60,6 +61,7 @@ class Puller:
     loads: dict[str, Value] = field(default_factory=dict)
     memo: dict = field(default_factory=dict)
     dtypes: dict[Expr, torch.dtype] = field(default_factory=dict)
+    rounding: Rounding = field(default_factory=Rounding)
     grad: bool = True
     held: Held | None = None
     splits: dict[str, SplitAxis] = field(default_factory=dict)
@@ -83,15 +85,10 @@ class Puller:
             return Const(s)
         if s in self.names:
             return Var(self.names[s])
-        if isinstance(s, sympy.Add):
-            out = self.size(s.args[0])
-            for a in s.args[1:]:
-                out = call("add", out, self.size(a))
-            return out
-        if isinstance(s, sympy.Mul):
-            out = self.size(s.args[0])
-            for a in s.args[1:]:
-                out = call("mul", out, self.size(a))
+        if isinstance(s, (sympy.Add, sympy.Mul)):
+            out, *rest = map(self.size, s.args)
+            for a in rest:
+                out = call("add" if isinstance(s, sympy.Add) else "mul", out, a)
             return out
         self.names[s] = f"s{len(self.names)}"
         return Var(self.names[s])
@@ -188,6 +185,8 @@ class Puller:
                 self.depth -= 1
             if e is None or e.nodes > MOST_NODES:
                 e = self._too_long(v, x, e)
+            if not self.rounding.note(e, v, self.extents, self.loads):
+                e = self.leaf(v, x)
             self.memo[key] = e
         return self.memo[key]
 
@@ -358,7 +357,7 @@ class Puller:
         if len(args) != row.arity or name not in OPS:
             return None
         if row.result == "bool" and any(a.kind == FLOAT for a in args) and not any(QK in a.leaves for a in args):
-            args = [a if is_exact(a) else self._computed(source, x) for a, source in zip(args, v.args)]
+            args = [a if self.rounding.compares(a, args[:n] + args[n + 1:]) else self._computed(source, x) for n, (a, source) in enumerate(zip(args, v.args))]
             if None in args:
                 return None
         if alpha != 1:

@@ -11,7 +11,7 @@ from flashfx.expr import BOOL, FLOAT, INT, QK, TRUE, Call, Const, Expr, call, ca
 from flashfx.spec import HIDING_FILL
 
 from .index import Affine, Index, broadcast, head_size, number, same, size
-from .scalars import cast_simplified, is_exact, kind_of, narrowed, replaced, round_to, rounded
+from .scalars import cast_simplified, kind_of, narrowed, replaced, round_to, rounded
 from .values import Value
 from .views import within
 
@@ -53,7 +53,7 @@ def _to_copy(p: Puller, v: Value, x: Index) -> Expr | None:
     if any(t.is_floating_point and t.itemsize == 1 for t in (v.dtype, v.args[0].dtype)):
         return None  # float8 keeps three bits at most: a cast to it is no rounding to overlook
     inside = p.operand(v.args[0], x)
-    if kind_of(v.dtype) == INT and inside.kind == FLOAT and not is_exact(inside):
+    if inside.kind == FLOAT and not p.rounding.casts(inside, kind_of(v.dtype)):
         return None  # a rounding difference would be another integer
     e = cast_simplified(inside, kind_of(v.dtype))
     return narrowed(e, v.dtype) if v.dtype.is_floating_point else e
@@ -62,7 +62,7 @@ def _to_copy(p: Puller, v: Value, x: Index) -> Expr | None:
 def _rounded_to_integer(op: str):
     def rule(p: Puller, v: Value, x: Index) -> Expr | None:
         e = p.operand(v.args[0], x)
-        return call(op, e) if QK in e.leaves or is_exact(e) else None
+        return call(op, e) if QK in e.leaves or p.rounding.exact(e) else None
     return rule
 
 

@@ -5,8 +5,7 @@ import math
 
 import torch
 
-from flashfx.expr import BOOL, FALSE, FLOAT, INT, TRUE, Call, Const, Expr, Load, call, walk
-from flashfx.ops import COMPARISONS
+from flashfx.expr import BOOL, FALSE, FLOAT, INT, TRUE, Call, Const, Expr, call
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -75,10 +74,18 @@ def replaced(e: Expr, old: Expr, new: Expr) -> Expr:
     return new if e == old else call(e.op, *(replaced(a, old, new) for a in e.args)) if isinstance(e, Call) else e
 
 
+def _negated(e: Expr) -> Expr:
+    """The opposite of a condition, NaN or not."""
+    if isinstance(e, Call) and e.op in ("eq", "ne", "not"):
+        return e.args[0] if e.op == "not" else call("ne" if e.op == "eq" else "eq", *e.args)
+    return call("not", e)
+
+
 def simplified(op: str, *args: Expr) -> Expr:
     """`call`, with an op on one of two constants made a choice of two results.
 
-    before -> after: (1.0 - to_float(c)) * C -> where(c, 0.0, C); to_bool(where(c, 0.0, 1.0)) -> ~c; where(to_bool(x), C, x) -> where(to_bool(x), C, 0.0)
+    before -> after: (1.0 - to_float(c)) * C -> where(c, 0.0, C); to_bool(where(c, 0.0, 1.0)) -> ~c; where(to_bool(x), C, x) -> where(to_bool(x), C, 0.0);
+    where(x == 0, C, where(x != 0, D, x)) -> where(x == 0, C, D)
     """
     if op == "where" and args[1].kind == args[2].kind == BOOL:  # ranges of tiles are read off conjunctions and disjunctions
         c, a, b = args
@@ -89,6 +96,8 @@ def simplified(op: str, *args: Expr) -> Expr:
         return simplified("where", *args[:2], Const(0.0 if args[2].kind == FLOAT else 0))
     if op == "where" and (flat := _one_choice(*args)) is not None:
         return flat
+    if op == "where" and isinstance(args[2], Call) and args[2].op == "where" and args[2].args[0] == _negated(args[0]):
+        return simplified("where", *args[:2], args[2].args[1])
     open_ = [a for a in args if not isinstance(a, Const)]
     if len(open_) == 1 and op != "where" and (parts := choice(open_[0])) and not (op.startswith("to_") and parts[1].kind == BOOL):
         branch = [call(op, *(parts[k] if a is open_[0] else a for a in args)) for k in (1, 2)]
@@ -113,18 +122,3 @@ def added(e: Expr) -> Expr:
 
 def cast_simplified(e: Expr, kind: str) -> Expr:
     return e if e.kind == kind else simplified(f"to_{kind}", e)
-
-
-_EXACT = {"add", "sub", "neg", "abs", "minimum", "maximum", "where", "floor", "ceil", "to_float", "to_int", "to_bool", "and", "or", "xor", "not", *COMPARISONS}
-
-
-def is_exact(e: Expr) -> bool:
-    """Is it computed from small integers, or read, without rounding? Kernels divide, and contract products and sums, in ways of their own."""
-    if isinstance(e, Load) or e.kind != FLOAT:
-        return True
-
-    def halves(c: Expr) -> bool:
-        return isinstance(c, Const) and c.value and abs(math.frexp(c.value)[0]) == 0.5
-
-    return all(x.op in _EXACT or x.op == "truediv" and halves(x.args[1]) or x.op == "mul" and any(map(halves, x.args)) if isinstance(x, Call)
-               else not (isinstance(x, Load) and x.kind == FLOAT) for x in walk(e))
