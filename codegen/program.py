@@ -9,9 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Callable, Iterable
 
-from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, substitute, walk
+from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, nonnegative, substitute, walk
 from ..spec import AttentionSpec
-from .ranges import nonnegative
 from .writer import Writer
 
 RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ..expr import BOOL, FLOAT, INT, Call, Const, Expr, Var, call, is_const, substitute
+from ..expr import FLOAT, INT, Call, Const, Expr, Var, call, is_const, nonnegative, substitute
 from ..ops import COMPARISONS
 
 Sum = tuple[dict[Expr, int], int]
@@ -75,23 +75,6 @@ class Bounds:
 
 
 # ------------------------------------------------------------------------------------------- small algebra on integers
-
-def nonnegative(e: Expr) -> bool:
-    """Is the integer `e` surely >= 0? Indices and sizes are."""
-    if isinstance(e, Const):
-        return e.value >= 0
-    if isinstance(e, Var):
-        return True
-    if isinstance(e, Call):
-        if e.op in ("add", "mul", "minimum", "bit_xor"):
-            return all(nonnegative(a) for a in e.args)
-        if e.op in ("floordiv", "mod"):
-            return nonnegative(e.args[0]) and nonnegative(e.args[1])
-        if e.op == "maximum":
-            return any(nonnegative(a) for a in e.args)
-        return e.op == "abs" or (e.op in ("to_int",) and e.args[0].kind == BOOL)
-    return False
-
 
 def _extreme(op: str, a: Expr, b: Expr) -> Expr:
     if isinstance(a, Const) and isinstance(b, Const):

@@ -367,3 +367,20 @@ def parse(text: str, kinds: dict[str, str]) -> Expr:
         raise SpecError(f"cannot read {ast.unparse(n)!r} in {text!r}; known functions: {', '.join(sorted(OPS))}")
 
     return go(tree)
+
+
+def nonnegative(e: Expr) -> bool:
+    """Is the integer `e` surely >= 0? Indices and sizes are."""
+    if isinstance(e, Const):
+        return e.value >= 0
+    if isinstance(e, Var):
+        return True
+    if isinstance(e, Call):
+        if e.op in ("add", "mul", "minimum", "bit_xor"):
+            return all(nonnegative(a) for a in e.args)
+        if e.op in ("floordiv", "mod"):
+            return nonnegative(e.args[0]) and nonnegative(e.args[1])
+        if e.op == "maximum":
+            return any(nonnegative(a) for a in e.args)
+        return e.op == "abs" or (e.op in ("to_int",) and e.args[0].kind == BOOL)
+    return False

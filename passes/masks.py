@@ -336,11 +336,15 @@ def normal_score(e: Expr, shiftable: bool = True) -> Expr:
 
 
 def _drop_row_constants(e: Expr) -> Expr:
-    """softmax does not see a number added to a whole row.
+    """softmax does not see a number added to a whole row, unless it swallows the scores.
 
     before -> after: score + 3.0 -> score
     """
     while isinstance(e, Call) and e.op == "add" and isinstance(e.args[1], Const) and math.isfinite(e.args[1].value):
+        if abs(e.args[1].value) > 1e30:
+            raise Refused("the scores do not depend on the matrix product", hint="a constant that is added to all of them leaves nothing of them: mask only what is to be hidden")
+        if abs(e.args[1].value) > -HIDING_FILL:
+            break
         e = e.args[0]
     return e
 

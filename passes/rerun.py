@@ -14,7 +14,7 @@ from flashfx.compat import size_hint
 from flashfx.spec import HIDING_FILL, AttentionSpec
 
 from .normalise import DROPOUT, SDPA
-from .values import Value, ValueGraph
+from .values import Value, ValueGraph, upstream
 
 
 _PRODUCTS = ("mul", "div", "mm", "bmm", "matmul")
@@ -89,13 +89,23 @@ class Rerun:
                 todo.extend(missing)
             else:
                 with torch.set_grad_enabled(x.grad and torch.is_grad_enabled()):
-                    self.values[x] = self._call(x)
+                    self.values[x] = self._as_rounded(x) if self.double and self._is_made(x) else self._call(x)
                 if self.double and x.dtype.is_floating_point and self._overflows(x):
                     self.overflows.append(x)
                 if self.double and x.name.startswith("div.") and self._vanishes(x):
                     self.vanishes.append(x)
                 todo.pop()
         return self.values[v]
+
+    def _is_made(self, x: Value) -> bool:
+        """Is it a comparison, or an integer, of floats that the graph makes of nothing but numbers and integers? Their dtype decides it."""
+        floats = lambda values: [y for y in values if y.dtype.is_floating_point]
+        return not x.dtype.is_floating_point and bool(floats(x.inputs)) and not any(y.op is None or y in self.given for y in floats(upstream(x)))
+
+    def _as_rounded(self, x: Value) -> torch.Tensor:
+        """As the model computes it."""
+        integers = {y: self.values[y] for y in upstream(x) if not y.dtype.is_floating_point and y in self.values and (y.op is None or y in self.given)}
+        return Rerun(self.vg, integers, self.sample, double=False, rounded=False, leaves=[], device=self.device).value(x)
 
     def _overflows(self, x: Value) -> bool:
         """Is it infinite where its inputs are not? Sums are -inf by design, where two masks of finfo.min meet; products are not."""

@@ -13,7 +13,7 @@ from typing import Mapping, Sequence
 
 import torch
 
-from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, walk
+from flashfx.expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, nonnegative, walk
 from flashfx.ops import COMPARISONS
 
 from .index import Size
@@ -36,6 +36,9 @@ class Rounding:
     def note(self, e: Expr, v: Value, extents: Mapping[str, Size], loads: Mapping[str, Value]) -> bool:
         """A value of the graph, and what it has been lifted to: do the dtypes of both hold it, or is a number only rounded, of which a note is taken?
         extents: of every axis by name. loads: of every tensor."""
+        if isinstance(e, Load) and e.kind == INT == kind_of(v.dtype):
+            (least, most), (low, high) = (_limits(d) for d in (loads[e.name].dtype, v.dtype))
+            return low <= least and most <= high
         if not isinstance(e, (Call, Var)) or kind_of(v.dtype) != e.kind or e.kind == BOOL or QK in e.leaves or choice(e) or e in self.rounded:
             return True
         read = [loads[load.name].dtype for load in e.loads if load.kind == INT]
@@ -44,7 +47,8 @@ class Rounding:
         if e.kind == INT:
             own = max([32] * found + [d.itemsize * 8 for d in read])  # of a kernel: positions have 32 bits
             same = not found and {v.dtype} == {*read}  # both wrap
-            return same or self.grain(e, extents, loads)[0] <= min(2.0 ** (own - 1) - 1, torch.iinfo(v.dtype).max)
+            low, high = _limits(v.dtype)
+            return same or self.grain(e, extents, loads)[0] <= min(2.0 ** (own - 1) - 1, high) and (low < 0 or nonnegative(e))
         if e.op in _ROUNDING and is_exact(e):
             most, unit = self.grain(e, extents, loads)
             if most > unit * digits(v.dtype):
@@ -83,7 +87,7 @@ class Rounding:
             extent = extents.get(e.name)
             return (float(extent - 1) if isinstance(extent, int) else UNKNOWN), 1.0
         if isinstance(e, Load):
-            return min(UNKNOWN, torch.iinfo(loads[e.name].dtype).max + 1.0), 1.0
+            return (min(UNKNOWN, _limits(loads[e.name].dtype)[1] + 1.0) if e.kind == INT else UNKNOWN), 1.0
         parts = [self.grain(a, extents, loads) for a in (e.args[1:] if e.op == "where" else e.args)]
         (most, unit), *rest = parts
         if e.op in ("add", "sub"):
@@ -102,6 +106,10 @@ class Rounding:
 def digits(dtype: torch.dtype) -> float:
     """Up to this, all integers are numbers of that dtype."""
     return 2.0 / torch.finfo(dtype).eps
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
 def _lowest(c: float) -> float:

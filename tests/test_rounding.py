@@ -96,3 +96,11 @@ def test_numbers_of_regions_beside_each_other():
         return (q @ k.mT + mask[None, :, None]).softmax(-1) @ v
     region, = compare(fn, *(rand(2, 4, 3, 16, 8, seed=s, dtype=torch.bfloat16) for s in (1, 2, 3)))
     assert not region.spec.aux and str(region.spec.score).endswith("== 0.0, 0.0, -100.0)"), region.spec
+
+
+@pytest.mark.parametrize("constant", [-1e9, 1e7, 3.0])
+def test_a_number_that_is_added_to_all_scores(constant):
+    """Softmax does not see it, unless it is so large that little or nothing is left of the scores."""
+    region, = compare(lambda q, k, v: (q @ k.mT + constant).softmax(-1) @ v, *operands(20), exact_fn=lambda q, k, v: (
+        (q @ k.mT).float() + constant).double().softmax(-1) @ v)
+    assert (str(region.spec.score) == "qk") == (constant == 3.0)

@@ -42,6 +42,15 @@ def _columns(w: Writer) -> str:
     return w.pick("torch.arange(N)[None, :]", "torch.arange(N)", "torch.arange(N).unsqueeze(0)")
 
 
+def _held(w: Writer, i: str, j: str) -> str:
+    """A condition on positions in a dtype at whose end they are: it rounds them, or they wrap."""
+    dtype, base = w.pick(("bfloat16", 254), ("float16", 2046), ("float32", 2 ** 24 - 2), ("int8", 124), ("uint8", 252), ("int16", 2 ** 15 - 3), ("int32", 2 ** 31 - 3))
+    row, column = (w.pick(f"({x} + {base}).to(torch.{dtype})", f"({x} * {base // 2}).to(torch.{dtype})") for x in (i, j))
+    if w.chance(0.5):
+        row, column = (f"({i} + {base}).to(torch.{dtype})", f"({j} + {base}).to(torch.{dtype})")
+    return w.pick(f"({row} >= {column})", f"({row} == {column})", f"(({row} - {column}) * 2 <= 3)", f"({row} - {column}).bool()", f"({column} > {base})", f"({row} < {column} + 1)")
+
+
 def condition(w: Writer, f: Frame) -> str:
     """Text of a condition, true where a key is visible, that broadcasts to the scores."""
     i, j = _rows(w), _columns(w)
@@ -68,7 +77,7 @@ def condition(w: Writer, f: Frame) -> str:
     inputs += [lambda: w.condition("layout", f.M, f.N), lambda: w.condition("columns_kept", f.N)]
     if w.chance(0.45):
         return w.pick(*inputs)()
-    return w.pick(*options)
+    return _held(w, i, j) if w.chance(0.2) else w.pick(*options)
 
 
 def conditions(w: Writer, f: Frame) -> str:
