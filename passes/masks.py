@@ -80,6 +80,8 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         for term in (a, b):
             if QK not in term.score.leaves and any(f.value > hiding_sum(dtype) for f in term.fills):
                 return whole
+        _check_swallowed(e.op, a.fills, b.score, dtype)
+        _check_swallowed(e.op, b.fills, a.score, dtype)
         if _told_apart(a.fills, b.score, dtype) or _told_apart(b.fills, a.score, dtype):
             return whole
         if a.fills or b.fills:
@@ -91,6 +93,7 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         return whole
     if e.op == "sub":
         a = peel(e.args[0], dtypes)
+        _check_swallowed(e.op, a.fills, e.args[1], dtypes.get(e, torch.float32))
         if _told_apart(a.fills, e.args[1], dtypes.get(e, torch.float32)):
             return whole
         fills = tuple(f if f.added else replace(f, outside=(*f.outside, e.args[1])) for f in a.fills)
@@ -130,6 +133,12 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
 def _told_apart(fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> bool:
     """Does a term added after scores were replaced by a finite constant still tell the hidden keys of a row apart?"""
     return "j" in term.variables and any(not f.added and math.isfinite(f.value) and f.value > hiding_sum(dtype) for f in fills)
+
+
+def _check_swallowed(op: str, fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> None:
+    """A constant that float16 added swallowed the scores; a term that float32 adds behind it tells hidden keys apart, without them."""
+    if "j" in term.variables and any(f.added and math.isfinite(f.value) and f.value > hiding_sum(dtype) for f in fills):
+        raise Refused(f"a masked score goes through {op}, and what becomes of the mask's constant is not known", hint="add the mask last, or in float32")
 
 
 def unpeeled(e: Expr) -> Expr | None:

@@ -89,6 +89,12 @@ def scores_swallowed(q, k, v):
     return (q @ k.mT + torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
+@row("a masked score goes through sub, and what becomes of the mask's constant is not known", *qkv(B, H, M, D, dtype=torch.float16), torch.arange(M) < 3)
+def distances_in_float32_behind_a_mask_in_float16(q, k, v, seen):
+    s = q @ k.mT + torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+    return (s.float() - (torch.arange(M)[:, None] - torch.arange(M)).abs()).softmax(-1).to(v.dtype) @ v
+
+
 @row("7 batch axes, at most 6 are supported", *qkv(2, 2, 2, 2, 2, 2, 2, M, D))
 def seven_axes(q, k, v):
     return plain(q, k, v)
