@@ -185,7 +185,7 @@ class Puller:
                 self.depth -= 1
             if e is None or e.nodes > MOST_NODES:
                 e = self._too_long(v, x, e)
-            if not self.rounding.note(e, v, self.extents, self.loads):
+            if not self.rounding.fits(e, v, self.extents, self.loads):
                 e = self.leaf(v, x)
             self.memo[key] = e
         return self.memo[key]

@@ -33,8 +33,8 @@ class Rounding:
     rounded: set[Expr] = field(default_factory=set)
     grains: dict[Expr, tuple[float, float]] = field(default_factory=dict)
 
-    def note(self, e: Expr, v: Value, extents: Mapping[str, Size], loads: Mapping[str, Value]) -> bool:
-        """A value of the graph, and what it has been lifted to: do the dtypes of both hold it, or is a number only rounded, of which a note is taken?
+    def fits(self, e: Expr, v: Value, extents: Mapping[str, Size], loads: Mapping[str, Value]) -> bool:
+        """A value of the graph, and what it has been lifted to: do the dtypes of both hold it? Of a float that they may round a note is taken.
         extents: of every axis by name. loads: of every tensor."""
         if isinstance(e, Load) and e.kind == INT == kind_of(v.dtype):
             (least, most), (low, high) = (_limits(d) for d in (loads[e.name].dtype, v.dtype))
@@ -51,7 +51,7 @@ class Rounding:
             return same or self.grain(e, extents, loads)[0] <= min(2.0 ** (own - 1) - 1, high) and (low < 0 or nonnegative(e))
         if e.op in _ROUNDING and is_exact(e):
             most, unit = self.grain(e, extents, loads)
-            if most > unit * digits(v.dtype):
+            if most > unit * integers_of(v.dtype):
                 self.rounded.add(e)
         return True
 
@@ -66,7 +66,7 @@ class Rounding:
     def compares(self, e: Expr, others: Sequence[Expr]) -> bool:
         """Has a comparison of it the result that the model has? An integer is on the same side of a constant that every dtype holds, rounded or not."""
         if e in self.rounded and e.op == "to_float":
-            return all(isinstance(x, Const) and float(x.value).is_integer() and abs(x.value) <= digits(torch.bfloat16) for x in others)
+            return all(isinstance(x, Const) and float(x.value).is_integer() and abs(x.value) <= integers_of(torch.bfloat16) for x in others)
         return self.exact(e)
 
     def _rounds(self, e: Expr) -> bool:
@@ -103,7 +103,7 @@ class Rounding:
         return (max(m for m, _ in parts), min(u for _, u in parts)) if e.op in ("where", "minimum", "maximum", "neg", "abs", "to_float", "to_int") else (UNKNOWN, 1.0)
 
 
-def digits(dtype: torch.dtype) -> float:
+def integers_of(dtype: torch.dtype) -> float:
     """Up to this, all integers are numbers of that dtype."""
     return 2.0 / torch.finfo(dtype).eps
 

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Sequence
 
 from ...expr import QK, Const, Expr, Load, walk
 from ...spec import FINE, EmptyRow
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..limits import padded
-from ..parts import LOG2E, Site, arguments, decode, flatten, head_index, load_tile, multiples, pieces, product
+from ..parts import LOG2E, Site, arguments, count, decode, flatten, head_index, load_tile, multiples, pieces, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -188,6 +189,14 @@ def _unbounded(e: Expr) -> bool:
     """May a value be infinite or NaN where its arguments are not?"""
     op = getattr(e, "op", "")
     return op in ("log", "reciprocal", "rsqrt", "sqrt") or op == "truediv" and not isinstance(e.args[1], Const)
+
+
+def decode_part(out: Writer, axes: Sequence[str], tiles: str = "") -> None:
+    """Which part of all other batch indices a program goes through, of how many, and the index y of `axes`, from its slot. tiles: of each such index."""
+    batch = f"({count(axes)})" if len(axes) > 1 else count(axes)
+    out.assign("part", f"slot // {batch}")
+    out.assign("parts", f"tl.num_programs(0) // {f'({tiles} * {count(axes)})' if tiles else batch}", "programs for each tile")
+    out.assign("y", f"slot % {batch}")
 
 
 def row_pointers(out: Writer) -> None:

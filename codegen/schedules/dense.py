@@ -6,7 +6,7 @@ from .. import captured
 from ..parts import Site, arguments, count, decode, flatten, head_index, load_tile, multiples
 from ..program import Program
 from ..writer import Kernel, Writer
-from .common import Body, buffer, load_lse2, row_pointers, scaled
+from .common import Body, buffer, decode_part, load_lse2, row_pointers, scaled
 
 
 def dense_kernel(site: Site, load: Load) -> Kernel:
@@ -23,10 +23,7 @@ def dense_kernel(site: Site, load: Load) -> Kernel:
     out.assign("i0", "tl.program_id(0) // tiles % tl.cdiv(M, BLOCK_M) * BLOCK_M")
     out.assign("slot", "tl.program_id(0) // (tiles * tl.cdiv(M, BLOCK_M))")
     if others:  # where few tiles would leave most of the card idle, several programs share each
-        batch = f"({count(mine)})" if len(mine) > 1 else count(mine)
-        out.assign("part", f"slot // {batch}")
-        out.assign("parts", f"tl.num_programs(0) // (tiles * tl.cdiv(M, BLOCK_M) * {count(mine)})", "programs for this tile")
-        out.assign("y", f"slot % {batch}")
+        decode_part(out, mine, "tiles * tl.cdiv(M, BLOCK_M)")
     else:
         out.assign("y", "slot")
     decode(out, mine, "y")

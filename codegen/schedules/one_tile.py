@@ -25,7 +25,7 @@ from ..reads import across
 from ..writer import Kernel, Writer
 from .backward import store_gradient
 from .hopper_captured import stored_load
-from .common import Body, buffer, load_lse2, mean_share, row_pointers, row_terms, scaled
+from .common import Body, buffer, decode_part, load_lse2, mean_share, row_pointers, row_terms, scaled
 from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
 
 KEYS, ROWS, HEAD, ELEMENTS = 128, 256, 128, 8192
@@ -67,10 +67,11 @@ def offered(problem: Problem) -> list[tuple[int, int, int, int]]:
 def holds(spec: AttentionSpec, problem: Problem, needs: tuple[bool, ...], rows: int) -> str:
     """The captured tensor with an element for every row and key whose gradient stays in registers, or "": where one tile of so many rows holds them all too, a program
     goes through batch indices that share the tensor. Not beside gradients that are summed over heads that share keys, or others over rows and keys."""
-    found = [load for load in differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:]))) if {"i", "j"} <= load.variables]
+    loads = differentiable_loads(spec, dict(zip((a.name for a in spec.aux), needs[3:])))
+    found = [load for load in loads if {"i", "j"} <= load.variables]
     if len(found) != 1 or problem.M > rows or is_relative(found[0]) or any(set(x) != set(spec.axes) for x in (spec.k, spec.v)):
         return ""
-    return found[0].name
+    return found[0].name if sum(load.name == found[0].name for load in loads) == 1 else ""
 
 
 def reads_delta(site: Site) -> bool:
@@ -98,11 +99,8 @@ def one_tile_kernel(site: Site) -> Kernel:
     out = kernel.body
     out.assign("y", "tl.program_id(0)")
     if held and others:
-        batch = f"({count(mine)})" if len(mine) > 1 else count(mine)
         out.assign("slot", "y")
-        out.assign("part", f"slot // {batch}")
-        out.assign("parts", f"tl.num_programs(0) // {batch}", "programs for each tile of the tensor")
-        out.assign("y", f"slot % {batch}")
+        decode_part(out, mine)
     decode(out, mine, "y")
     out.assign("j0", "0")
     out.assign("rows", "tl.arange(0, BLOCK_M)")

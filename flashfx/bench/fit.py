@@ -22,6 +22,7 @@ from .sweep import spec_of
 
 TERMS = Rate._fields
 NEAR = 1.2
+"""How much slower than the fastest tiles of "one_tile" those may be that its rates are fitted to."""
 SECONDS = {"tile", "shallow", "idle", "narrow", "nested", "turn", "restart", "launch"}
 
 

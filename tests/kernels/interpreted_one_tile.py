@@ -13,6 +13,7 @@ from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import one_tile
 from flashfx.codegen.selfcheck import inputs
 from flashfx.errors import PlanError
+from flashfx.spec import AttentionSpec
 
 from ..thinning import thinned
 from .cases import CORE, KINDS, MORE, problem, spec
@@ -80,6 +81,15 @@ def test_gradient_of_a_tensor_that_stays_in_registers(variant, length, drop, pro
     monkeypatch.setattr(triton_host, "_MODULES", {})
     s, p = spec(replace(MORE[variant] if variant in MORE else CORE[variant], drop=drop)), problem("self", 16, "bfloat16", M=length, batch=5, heads=3)
     assert make_plan(s, p, gpu.current("cpu"), "backward").stored == ("" if variant == "two_shared_biases" else "bias")
+    run(*planned(s, p)).within_budget()
+
+
+@pytest.mark.parametrize("text, held", [("bias[i, j]", "bias"), ("bias[i, j] + bias[i, 0]", "")])
+def test_gradient_of_a_tensor_that_all_batch_indices_share(text, held):
+    """Read at rows alone too, it is summed from both reads."""
+    s, p = AttentionSpec.parse(f"attention[b, h, i, j]; given bias: float[2]; qk = q[b, h, i] . k[b, h, j]; score = qk * 0.25 + {text}; out = softmax_j(score) . v[b, h, j]"), \
+        problem("self", 16, "float16", M=20, batch=3)
+    assert make_plan(s, p, gpu.current("cpu"), "backward").stored == held
     run(*planned(s, p)).within_budget()
 
 
