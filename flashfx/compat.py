@@ -119,13 +119,13 @@ def direct_launch(compiled):
 
 
 def spilled(compiled) -> int:
-    """Registers that a compiled kernel spills, as the driver reports when it is loaded; more than any where it takes more than the card has."""
+    """Bytes of a thread that a compiled kernel spills, as the driver reports when it is loaded; more than any where it takes more than the card has."""
     from triton.runtime.errors import OutOfResources
     try:
         compiled.run  # loads it
     except OutOfResources:
         return sys.maxsize
-    return compiled.n_spills
+    return 4 * compiled.n_spills
 
 
 def descriptor_metadata(compiled) -> list:

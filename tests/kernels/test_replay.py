@@ -17,7 +17,7 @@ from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.load import load
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.render import render
-from flashfx.codegen.spilling import SPARING
+from flashfx.codegen.spilling import FEW, SPARING
 from flashfx.codegen.selfcheck import captured_tensors
 from flashfx.region import Problem
 from flashfx.spec import AttentionSpec
@@ -159,18 +159,26 @@ def _same(expected, found, place: dict[int, int]) -> bool:
 
 
 class _Spilling:
-    """A kernel that spills unless it is compiled with `enough`."""
+    """A kernel that spills unless it is compiled with `enough`, by one warp as many bytes as `most`."""
 
-    def __init__(self, name: str, enough: dict):
+    def __init__(self, name: str, enough: dict, most: int = 10 ** 6):
         self.__name__, _, argument = name.partition(" ")
+        self.most = most
         self.arg_names, self.enough, self.asked, self.launched = (argument, "BLOCK_N"), enough, [], []
 
     def warmup(self, *args, grid, **options):
         self.asked.append(options)
-        return types.SimpleNamespace(spills=0 if self.enough.items() <= options.items() else 64 // options["num_warps"])
+        return types.SimpleNamespace(spills=0 if self.enough.items() <= options.items() else self.most // options["num_warps"])
 
     def __getitem__(self, grid):
         return lambda *args, **options: self.launched.append(options)
+
+
+def test_a_few_bytes_cost_less_than_more_warps(monkeypatch):
+    monkeypatch.setattr(compat, "spilled", lambda compiled: compiled.spills)
+    kernel = _Spilling("attention_forward", {"num_warps": 8}, most=4 * FEW)
+    replay.Watched(kernel)[(1,)](1, BLOCK_N=64, num_warps=4)
+    assert kernel.launched == [{"BLOCK_N": 64, "num_warps": 4}] and len(kernel.asked) == 3
 
 
 @pytest.mark.parametrize("name, given, enough, expected, asked", [
