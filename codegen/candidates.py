@@ -109,11 +109,14 @@ def generated(asked: Asked) -> list[Tiles]:
             return found if not _exceeds(asked, found[-1], _shared(asked, found[-1])) else [one]  # above 64 one stage mostly spills
         # of documents the warp that copies finds out much between two tiles of rows: H200, head size 64, N = 4096, tiles at multiples of 128, a third stage 4 % faster
         # of 128 keys a third is 0 to 25 % slower at head size 128 (and spilled 4 bytes)
+        # few keys, H200, head size 64: 128 of 128 rows in one tile 79 microseconds, in two 74; 77 of 4096 rows by tiles of 192 rows and 128, 64, 32 keys 28, 29, 22
+        few = head <= 64 and problem.N <= 128
         deep = head <= 64 and hopper_locate.takes_row_tiles(spec, asked.tiled, max(problem.D, problem.Dv), listed)
         return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in ((3,) if deep else (2,) if n == 128 and head > 96 else (3, 2))
-                if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m))]
+                if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m)) and not (few and (n == 128 or m == 192 and n == 64 < problem.N))]
     if kernel == "one_tile":
-        return [one_tile.tiles(spec, problem)]
+        tiles = one_tile.tiles(spec, problem)
+        return [(*tiles[:3], 1) if _exceeds(asked, tiles, _shared(asked, tiles)) else tiles]
     if asked.units == "wgmma" and kernel == "keys" and is_divided(spec):
         crowded = grouped(spec) and (head > 64 and is_overfull(spec) or head > 128 and spec.dropout > 0) or head == 160 and is_overfull(spec)
         return [(16, 64, 8, 2) if head <= 128 and not crowded else (16, 16, 4, 2) if crowded else (16, 32, 4, 2)]
@@ -137,7 +140,7 @@ def seldom(asked: Asked, tiles: Tiles) -> bool:
     for others."""
     m, n, warps, _ = tiles
     if asked.schedule == "hopper":
-        return n == 32
+        return n == 32 and asked.problem.N > 128
     if asked.units != "wgmma" or asked.kernel == "dense":
         return False
     if asked.kernel == "keys":
@@ -304,12 +307,11 @@ def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tu
 
 @functools.lru_cache(maxsize=4096)
 def rounded(problem: Problem) -> Problem:
-    """Sizes rounded up to two significant bits (…, 96, 128, 192, 256, …), those of the batch, which multiply, to three: one choice holds for a range, and dynamic
-    sizes need few kernels."""
-    def up(size: int, bits: int = 2) -> int:
+    """Sizes rounded up to three significant bits (…, 112, 128, 160, 192, …), queries to two: one choice holds for a range, and dynamic sizes need few kernels."""
+    def up(size: int, bits: int = 3) -> int:
         unit = 1 << max(0, size.bit_length() - bits)
         return -(-size // unit) * unit
-    return replace(problem, extents=tuple(up(e, 3) for e in problem.extents), M=up(problem.M), N=up(problem.N))
+    return replace(problem, extents=tuple(map(up, problem.extents)), M=up(problem.M, 2), N=up(problem.N))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from . import l2
 from .facts import Facts, facts
 from .gpu import GPU
 from .rates import BANDWIDTH, CACHE, FAR, LAUNCH, MATRIX, NEAR, RATES, SPECIAL, STEP, STREAM, TURNS, Rate
-from .split import number
+from .split import number, parts_of_rows
 from .tiles import classify
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def formulas() -> dict[str, Work]:
     import sympy
     Z, G, M, N, D, E, W, m, n, T = sympy.symbols(SYMBOLS, positive=True, integer=True)
     rows, keys, tile = Z * sympy.ceiling(M / m), Z / G * sympy.ceiling(N / n), m * n * T
-    q, k = Z * M * W, Z / G * N * W
-    vectors, sums, none = 2 * LSE * Z * M, LSE * Z * M * D, sympy.Integer(0)
+    q, k, vectors, sums, none = Z * M * W, Z / G * N * W, 2 * LSE * Z * M, LSE * Z * M * D, sympy.Integer(0)
     out, both, row = q * E + LSE * Z * M, k * (D + E), W * (D + E) + 2 * LSE
     return {
         # Q K^T and P V; k and v are read again by every row of tiles but the first
@@ -113,7 +112,7 @@ class Cost:
     matrix, special, memory, cache   at the rates that such kernels sustain; special is all that is done to a score
     turns                            prologues and epilogues of the programs that follow each other on a multiprocessor, and of their tiles
     fixed                            of a launch, from one kernel's end to the next one's work
-    waits                            nothing is copied ahead: a program waits for all that it reads
+    waits                            a program waits for all that it reads, also where that is copied ahead: its products wait for each other
     """
 
     kernel: str
@@ -172,8 +171,10 @@ def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = Tru
 
 
 def parts(known: Facts, plan: Plan) -> int:
-    """Into how many parts a plan splits the keys of a tile of rows."""
+    """Into how many parts a plan splits the keys of a tile of rows, or the rows of a tile of all keys."""
     known = known.packed(bool(plan.packed))
+    if plan.kernel == "one_tile":
+        return plan.parts or parts_of_rows(known.z // known.share, known.M, plan.options, plan.slots)
     return plan.parts or number(known.visible, known.z, known.M, known.N, known.given, plan.BLOCK_M, plan.BLOCK_N, plan.slots, known.group)
 
 
@@ -270,12 +271,10 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
         return found, moved, all_bytes, 0.0
     rows, inner = (tiles[1], tiles[0]) if kernel in BY_KEYS else tiles[:2]
     full, rest = divmod(size.outer, gpu.sms * resident)  # waves of programs, and what the last one has
-    turns = full * resident + math.ceil(rest / gpu.sms)
-    far = min(1.0, moved * beside / max(all_bytes, 1))  # tiles of which device memory is waited for, by all programs that read them beside each other
-    latency, stream = NEAR + (FAR - NEAR) * far, inner * (known.D + known.E) * known.width / STREAM
-    # asynchronous products read one tile while the next is copied
-    copies = tiles[3] if gpu.is_hopper and not scalar and rows >= 64 else max(1, tiles[3] - 1)
-    return found, moved, all_bytes, size.visible / size.outer * ((full + (rest > 0)) * (latency / copies + STEP) + turns * stream)
+    # the share of the tiles of which device memory is waited for, by all programs that read them beside each other
+    latency, stream = NEAR + (FAR - NEAR) * min(1.0, moved * beside / max(all_bytes, 1)), inner * (known.D + known.E) * known.width / STREAM
+    copies = tiles[3] if gpu.is_hopper and not scalar and rows >= 64 else max(1, tiles[3] - 1)  # asynchronous products read one tile while the next is copied
+    return found, moved, all_bytes, size.visible / size.outer * ((full + (rest > 0)) * (latency / copies + STEP) + (full * resident + math.ceil(rest / gpu.sms)) * stream)
 
 
 class Size(NamedTuple):
@@ -301,11 +300,12 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
     """Arguments as `features`."""
     visible, partial = known.tiles(m, n, kernel == "dense") if counts is None else counts
     work = traffic(kernel, known, m, n, visible)
+    if kernel == "one_tile" and parts > 1:  # sums of dK and dV, written and read
+        work = work._replace(once=work.once + 2 * LSE * parts * known.z / known.share * known.N * (known.D + known.E))
     products, exps, outer = work.products, work.exps, work.outer * parts
     if not products or not outer:
         return Size(work)
-    by_keys = kernel in BY_KEYS
-    rows, inner = (n, m) if by_keys else (m, n)
+    rows, inner = (n, m) if kernel in BY_KEYS else (m, n)
     tail = max(1.0, gpu.sms / outer) if (schedule, kernel) == ("hopper", "forward") else _tail(outer / gpu.sms)  # its programs take tile after tile
     matrix, element = products / gpu.matrix_rate * tail, exps / gpu.exp_rate * tail
     near = known.gathered(m, n, visible) / max(visible, 1)  # beyond the ends of a table one number serves a tile
@@ -313,7 +313,7 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
     return Size(work, Rate(
         matrix=0.0 if scalar else matrix, scalar=products / gpu.exact_rate(max(known.D, known.E)) * tail if scalar else 0.0,
         older=matrix if gpu.is_hopper and not scalar and rows < 64 else 0.0, pieces=matrix * known.pieces, slim=matrix if inner < 64 else 0.0,
-        shared=matrix if by_keys and known.share > 1 else 0.0, element=element, broad=element if inner > 64 else 0.0,
+        shared=matrix if kernel in BY_KEYS and known.share > 1 else 0.0, element=element, broad=element if inner > 64 else 0.0,
         function=element * known.functions, step=element * (known.steps + near * known.places), random=element * known.random, load=element * loads,
         partial=element * partial / max(visible, 1), cold=min(work.once, gpu.l2) / gpu.bandwidth, launch=1.0), visible, outer, tail)
 

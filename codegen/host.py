@@ -14,7 +14,7 @@ from .reads import averages
 from .schedules.backward import keys_kernel, rows_kernel
 from .schedules.common import PADDING, buffer, delta_kernel
 from .schedules.dense import dense_kernel
-from .schedules.one_tile import held_axes, one_tile_kernel, own_loads, reads_delta
+from .schedules.one_tile import held_axes, one_tile_kernel, own_loads, parts_kernel, reads_delta
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
 from .schedules import documents, hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
@@ -42,7 +42,7 @@ def kernels(site: Site) -> dict[str, Kernel]:
     if any(site.needs) and (not site.one_tile or reads_delta(site)):
         found["delta"] = delta_kernel(site)
     if site.one_tile:
-        found["one tile"] = one_tile_kernel(site)
+        found |= {"one tile": one_tile_kernel(site)} | ({"sum": parts_kernel(site)} if site.row_parts else {})
     elif site.one_pass:
         found |= {"keys": hopper_backward.keys_kernel(site), "rows": finish_kernel(site)}
     elif site.needs[1] or site.needs[2] or site.loads_over("j") or summed(site):
@@ -213,7 +213,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
         if site.one_pass:
             results = _one_pass(site, found, out)
         elif site.one_tile:
-            results = _one_tile(site, found["one tile"], out)
+            results = _one_tile(site, found, out)
         elif "rows" in found:
             results[0] = _rows(site, found["rows"], out)
         if "keys" in found and not site.one_pass:
@@ -251,18 +251,31 @@ def _keys(site: Site, found: list[Kernel], out: Writer) -> tuple[str, str]:
     return grad_k if site.needs[1] else "None", grad_v if site.needs[2] else "None"
 
 
-def _allocate_sums(site: Site, loads: Sequence[Load], parts: str, out: Writer) -> None:
-    """Buffers of gradients by row, by key, or of so many parts of a batch index."""
+def _allocate_sums(site: Site, loads: Sequence[Load], parts: str, out: Writer, *first: str) -> None:
+    """Buffers of gradients by row, by key, or of so many parts of a batch index. first: dims in front of all."""
     for load in loads:
         last = "M" if "i" in load.variables else "N" if "j" in load.variables else parts
-        out.line(f"{buffer(site, load)} = torch.empty({_shape([*(extent(a) for a in site.spec.axes), last])}, dtype=torch.float32, device=q.device)")
+        out.line(f"{buffer(site, load)} = torch.empty({_shape([*first, *(extent(a) for a in site.spec.axes), last])}, dtype=torch.float32, device=q.device)")
 
 
-def _one_tile(site: Site, kernel: Kernel, out: Writer) -> list[str]:
-    """All three gradients, a program for each batch index of the keys."""
-    axes = site.axes_of("k", "v")
+def _one_tile(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
+    """All three gradients, a program for each batch index of the keys, or for each part of the rows."""
+    axes, kernel = site.axes_of("k", "v"), found["one tile"]
     results = [_allocate(site, f"grad_{x}", x, site.spec.axes if x == "q" else axes, size, head, out)
                for x, size, head in (("q", "M", site.D), ("k", "N", site.D), ("v", "N", site.Dv))]
+    if site.row_parts:
+        out.line(f"parts = {site.row_parts}", "of the rows, a program for each")
+        for x in "kv":
+            out.line(f"part_{x} = grad_{x} if parts == 1 else torch.empty((parts, *grad_{x}.shape), dtype=torch.float32, device=q.device)")
+        by_key = site.loads_over("j")
+        _allocate_sums(site, [load for load in own_loads(site) if load not in by_key], "parts", out)
+        _allocate_sums(site, by_key, "", out, "parts")
+        kernel.call(f"({count(axes)}, parts)", out)
+        with out.block("if parts > 1:"):
+            found["sum"].call('(triton.cdiv(grad_k.numel(), SUM["BLOCK"]) + triton.cdiv(grad_v.numel(), SUM["BLOCK"]),)', out)
+        for name in (buffer(site, load) for load in by_key):
+            out.line(f"{name} = {name}.sum(0)")
+        return results
     _allocate_sums(site, own_loads(site), "1", out)
     if load := stored_load(site):
         mine, others = held_axes(site)

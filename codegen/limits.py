@@ -65,7 +65,8 @@ def shared_bytes(kernel: str, tiles: tuple[int, int, int, int], problem: Problem
     m, n, warps, stages = tiles
     if kernel == "one_tile":  # operands, and what warps exchange, weights and dQ among it
         d, dv = padded(problem.D), padded(problem.Dv)
-        return 2 * (m + n) * (d + dv) + max(4 * m * max(d, dv), 5 * m * n) + 4 * m * n * (len(across(spec)) + (spec.dropout > 0)) + 1024
+        ahead = 2 * m * (d + 2 * dv) * (stages > 1) + (2 * m * (d + dv) + 256) * max(0, stages - 2)
+        return ahead + 2 * (m + n) * (d + dv) + max(4 * m * max(d, dv), 5 * m * n) + 4 * m * n * (len(across(spec)) + (spec.dropout > 0)) + 1024
     inner, outer = (m, n) if kernel == "keys" else (n, m)
     found, exact = units(problem, gpu), kernel != "dense" and _is_known(spec, problem)
     copies_ahead = found == "mma" and gpu.vendor == "NVIDIA" and gpu.capability >= (8, 0)

@@ -94,6 +94,7 @@ class Site:
     aligned: bool = True         # strides of q, k, v and dO are multiples of 16 bytes
     in_flight: bool = False      # matrix products run on while the program goes on (Hopper)
     parts: str = ""              # into how many parts the host splits the keys of a tile of rows; "" if one program reads them all
+    row_parts: str = ""          # the same of the rows of a tile of all keys, in backward
 
     @cached_property
     def hides_beyond(self) -> bool:

@@ -48,7 +48,7 @@ class Plan:
     stored     captured tensor whose gradient their backward stores as it goes, or one tile of all keys and queries keeps
     ordered    their backward adds dQ up in a fixed order
     turns      it goes through the heads that share keys in turn, tile of rows by tile of rows
-    parts      into how many parts the forward kernel's keys are split, a program for each: 1, or 0 for as many as `split.number` says
+    parts      into how many parts the forward kernel's keys, or the rows of one tile of all keys, are split, a program for each: 1, or 0 for as many as `flashfx.codegen.split` says
     packed     axes that k and v lack, whose heads are rows of the forward kernel's tiles
     reason     why these tiles
     """
@@ -112,7 +112,7 @@ class Plan:
         if self.packed:
             own += ", heads that share keys in one tile"
         if self.parts != 1:
-            own += ", keys in parts"
+            own += f", {'rows' if self.kernel == 'one_tile' else 'keys'} in parts"
         if self.turns:
             own += ", heads that share keys in turn"
         if self.kernel == "one_tile":
@@ -326,9 +326,11 @@ class _Asked:
         """Backward by one kernel, where all keys fit in a tile of it: of the sweep's 24 points it takes 4 to 58 % less time than two at each."""
         if OVERRIDE.keys() & {"keys", "rows"} or self.listed or not one_tile.takes(self.spec, self.problem, self.gpu, self.needs or ()):
             return None
+        if "one_tile" not in OVERRIDE and chosen(self.tiles("one_tile"))[0].unfit:
+            return None
         found = self.plan("one_tile")
         held = one_tile.holds(self.spec, self.problem, all_needs(self.spec) if self.needs is None else self.needs, found.BLOCK_M)
-        return replace(found, dense=None if held else self.dense, stored=held)
+        return replace(found, dense=None if held else self.dense, stored=held, parts=0 if one_tile.in_parts(self.problem) else 1)
 
     @functools.cached_property
     def dense(self) -> Plan | None:

@@ -11,7 +11,7 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import gluon, host
 from .load import load
-from .parts import Site
+from .parts import Site, count
 from .philox import KEEP_TILE, NATIVE_SWAP, SWAP
 from .plan import Plan, all_needs, make_plan
 from .schedules import hopper_around, hopper_memory
@@ -44,6 +44,11 @@ def parts_expression(plan: Plan) -> str:
     return f"parts_of(SPEC, sizes, M, N, FORWARD, {plan.slots}{f', {plan.packed}' if plan.packed else ''})"
 
 
+def _row_parts(spec: AttentionSpec, backward: Plan | None) -> str:
+    """The same of the rows in backward."""
+    return f"parts_of_rows({count([a for a in spec.axes if a in spec.k | spec.v])}, M, KEYS, {backward.slots})" if backward is not None and not backward.parts else ""
+
+
 def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None, backward: Plan | None = None) -> Site:
     """needs: which of (q, k, v, *aux) get gradients; all that are floats unless given."""
     return Site(spec, problem.D, problem.Dv, problem.dtype, problem.v_dtype, plan.precision, problem.M <= problem.N,
@@ -52,7 +57,7 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
                 hopper_memory.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
                 *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored, backward.turns, backward.documents) if backward is not None
                   else (False, False, plan.tiled)), packed=plan.packed, aligned=plan.aligned, in_flight=plan.gpu.is_hopper, stages=backward.num_stages if backward is not None else 2, parts=parts_expression(plan),
-                one_tile=backward is not None and backward.kernel == "one_tile")
+                one_tile=backward is not None and backward.kernel == "one_tile", row_parts=_row_parts(spec, backward))
 
 
 def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bool] | None = None,
@@ -101,7 +106,7 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line(f"from flashfx.codegen.captured import {', '.join(sums)}")
     if plan.listed:
         out.line("from flashfx.codegen.blocks import lists_for" + ", tiles_for" * ("tiles_for(" in body))
-    if split_names := [name for name in ("parts_of", "shared_out") if f"{name}(" in body]:
+    if split_names := [name for name in ("parts_of", "parts_of_rows", "shared_out") if f"{name}(" in body]:
         out.line(f"from flashfx.codegen.split import {', '.join(split_names)}")
     if "tile_counter(" in body:
         out.line("from flashfx.codegen.counters import tile_counter")

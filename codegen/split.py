@@ -39,11 +39,21 @@ def number(visible: Expr, z: int, M: int, N: int, known: tuple[tuple[str, int], 
     if not M * N or not 0 < rows < slots:
         return 1
     tiles = max(1, math.ceil(sum(estimate(visible, M, n, M, N, known)) if group > 1 else z * sum(estimate(visible, m, n, M, N, known)) / rows))
+    return _number(rows, tiles, n, slots)
+
+
+def parts_of_rows(z: int, M: int, options: Mapping[str, int], slots: int) -> int:
+    """The same of the rows where a tile holds all keys of each of z batch indices. options: the kernel's."""
+    return _number(z, max(1, -(-M // options["BLOCK_M"])), options["BLOCK_M"], slots) if 0 < z < slots else 1
+
+
+def _number(programs: int, tiles: int, size: int, slots: int) -> int:
+    """Of parts of programs that go through so many tiles of this size."""
     offers = {1}
     for wave in range(1, WAVES + 1):
-        most = max(1, min(wave * slots // rows, tiles * n // LEAST, MOST))
+        most = max(1, min(wave * slots // programs, tiles * size // LEAST, MOST))
         offers.add(-(-tiles // -(-tiles // most)))  # no part is left without tiles
-    return min(offers, key=lambda parts: (-(-rows * parts // slots) * (-(-tiles // parts) * n + LEAST), parts))
+    return min(offers, key=lambda parts: (-(-programs * parts // slots) * (-(-tiles // parts) * size + LEAST), parts))
 
 
 def parts_of(spec: AttentionSpec, sizes: Sequence[int], M: int, N: int, options: Mapping[str, int], slots: int,

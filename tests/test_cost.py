@@ -16,6 +16,7 @@ from flashfx.codegen.candidates import ask, ranked
 from flashfx.codegen.gpu import BY_NAME, GPUS
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.rates import RATES
+from flashfx.codegen.spilling import FEW
 from flashfx.codegen.tiles import CUT, classify, estimate
 from flashfx.region import Problem
 
@@ -103,7 +104,7 @@ def mean(ratios) -> float:
 
 
 def test_predicted_times_follow_those_of_another_day():
-    """None of these was fitted. In geometric mean within 12 % (measured: 6.4 %), each within 35 % (15 %), in the same order."""
+    """None of these was fitted. In geometric mean within 12 % (measured: 6.5 %), each within 35 % (16 %), in the same order."""
     measured, predicted = zip(*recorded())
     off = [b / a for a, b in zip(measured, predicted)]
     assert mean(off) < 1.12 and max(map(abs, map(math.log, off))) < math.log(1.35)
@@ -121,8 +122,9 @@ def measured(point, plan) -> float | None:
     of = lambda schedule, kernel, tiles=(): point.of(schedule, kernel).get(tiles)
     if plan.direction == "forward":
         return of(plan.schedule, "forward" if plan.parts == 1 else "split", plan.tiles)
-    if plan.kernel == "one_tile":
-        return of("triton", "one_tile", plan.tiles)
+    if plan.kernel == "one_tile":  # with the gradient of a bias where that stays in registers
+        own = [of("triton", "one_tile", plan.tiles), *([of("triton", "delta"), of("triton", "dense", plan.dense.tiles)] if plan.dense else [])]
+        return None if None in own else sum(own)
     own = [of(plan.schedule, "one_pass", plan.tiles), of("hopper", "sum")] if plan.schedule == "hopper" else \
         [of("triton", "keys", plan.tiles), of("triton", "rows", plan.rows.tiles)]
     own += [of(plan.schedule, "delta"), *([of("triton", "dense", plan.dense.tiles)] if plan.dense else [])]
@@ -135,9 +137,10 @@ def best(point, direction: str) -> float:
     if direction == "forward":
         return min(least("hopper", "forward"), least("triton", "forward"), least("triton", "split"))
     whole = min(sum(least(schedule, k) for k in ("delta", *kernels)) for schedule, kernels in (("hopper", ("one_pass", "sum")), ("triton", ("keys", "rows"))))
-    if point.of("triton", "dense"):
-        return min(whole, least("triton", "delta") + least("triton", "one_tile")) + least("triton", "dense")
-    return min(whole, least("triton", "one_tile"))
+    if not (dense := point.of("triton", "dense")):
+        return min(whole, least("triton", "one_tile"))
+    held = min((s for tiles, s in point.of("triton", "one_tile").items() if tiles[0] >= point.problem.M), default=math.inf)
+    return min(min(whole, least("triton", "delta") + least("triton", "one_tile")) + min(dense.values()), held)
 
 
 @functools.cache
@@ -147,7 +150,8 @@ def judged(fitted: bool) -> list[tuple]:
     for point in (p for p in SWEEP if p.fitted == fitted):
         for direction in ("forward", "backward") if point.problem.M > 1 else ("forward",):
             plan = make_plan(point.spec, point.problem, BY_NAME["H200"], direction, listed=False, needs=(True,) * 3 + VARIANTS[point.variant][4])
-            plan = replace(plan, stored="")  # the sweep measured the kernel of a bias' gradient by itself
+            if plan.schedule == "hopper":
+                plan = replace(plan, stored="")  # the sweep measured the kernel of a bias' gradient by itself
             seconds = measured(point, plan)
             if seconds is not None:
                 found.append((seconds, best(point, direction), cost.seconds(point.spec, point.problem, plan)))
@@ -163,7 +167,7 @@ def test_the_choice_is_as_good_as_the_best_measured_tiles():
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 7.1 %), in the same order (rank correlation 0.998)."""
+    """Within 25 % in geometric mean (measured: 7.4 %), in the same order (rank correlation 0.997)."""
     own, _, predicted = zip(*judged(False))
     assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
     assert spearman(own, predicted) > 0.9
@@ -179,10 +183,10 @@ def test_rates_are_what_the_fit_finds(schedule, kernel):
 
 
 def test_what_spilled_is_not_proposed():
-    """Of all kernels of the sweep that spilled registers; what the Hopper backward spills is bounded in tests/kernels/test_compile.py."""
+    """Of all kernels of the sweep that spilled registers, those of one tile of all keys more than a few bytes; what the Hopper backward spills is bounded in tests/kernels/test_compile.py."""
     rows = [dict(zip(("name", "schedule", "arch", "kernel", "m", "n", "warps", "stages", "shared", "registers", "spilled"), b)) for b in json.loads(TILES.read_text())["builds"]]
     known = {str(w): w for w in grid()}
-    spilled = [r for r in rows if r["spilled"] and r["name"] in known and r["kernel"] != "one_pass"]
+    spilled = [r for r in rows if r["spilled"] > FEW * (r["kernel"] == "one_tile") and r["name"] in known and r["kernel"] != "one_pass"]
     assert len(spilled) > 80
     for row in spilled:
         w = known[row["name"]]

@@ -21,37 +21,49 @@ from ..loops import Loop
 from ..parts import LOG2E, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, multiples
 from ..philox import kept_scale
 from ..program import Program
-from ..reads import across
+from ..reads import across, is_gathered
 from ..writer import Kernel, Writer
 from .backward import store_gradient
 from .hopper_captured import stored_load
 from .common import Body, buffer, decode_part, load_lse2, mean_share, row_pointers, row_terms, scaled
 from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
 
-KEYS, ROWS, HEAD, ELEMENTS = 128, 256, 128, 8192
-"""Most keys, queries, head size and elements of a tile of keys for it (beyond, heads of 96 spilled). H200, 16k tokens, microseconds of the kernels over keys and rows
+KEYS, ROWS, HEAD = 128, 256, 128
+"""Most keys, queries of a program where rows are not in parts, and head size for it. H200, 16k tokens, microseconds of the kernels over keys and rows
 with delta, and of this one: head size 64, N = 17, 32, 49, 64: 726, 422, 354, 295 and 302, 200, 202, 173; 32, N = 49, 64, 100, 128: 404, 332, 684, 569 and 255, 220,
-298, 246; of a draft with tiles of 256 keys, N = 197, head size 64, 410 and 551."""
+298, 246; of a draft with tiles of 256 keys, N = 197, head size 64, 410 and 551. Rows in parts, of the faster of both schedules and of this kernel: head size 64, 77 keys,
+4096 rows of 40 batch indices 123 and 70, 16384 of 20 387 and 129, 1024 of 80 46 and 47; 40, 77 keys, 4096 of 32 109 and 61; 128, 64 and 128 keys, 4096 of 64 204 and 144, 233 and 163."""
 
 
 def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ...] = ()) -> bool:
     """Can it run, and was it measured? needs: which of (q, k, v, *aux) get gradients; all that can unless given."""
     head, keys = max(padded(problem.D), padded(problem.Dv)), 1 << (max(problem.N, 1) - 1).bit_length()
-    if units(problem, gpu) != "wgmma" or not (0 < problem.N <= KEYS and problem.M <= ROWS and head <= HEAD and keys * head <= ELEMENTS):
+    if units(problem, gpu) != "wgmma" or not (0 < problem.N <= KEYS and head <= HEAD):
         return False
-    if head > 96 and any(map(ends, spec.score.loads)):  # spilled up to 60 bytes, whatever was tried
+    if 64 < head <= 96 and keys > 64 and not in_parts(problem):  # no faster: 16k tokens, N = 100 of 80 282 microseconds and 265 (Hopper's), N = 96 of 96 390 and 391
+        return False
+    if any(map(ends, spec.score.loads)) and (head > 96 or in_parts(problem)):  # spilled up to 60 bytes, whatever was tried; of their sums there are no parts
+        return False
+    if keys * head > 8192 and any(map(is_gathered, across(spec))):  # spilled 52 bytes
         return False
     own = set(spec.q) == set(spec.axes)  # or dQ would be a sum over programs
     return own and QK in spec.score.leaves and all(needs[:3])
 
 
+def in_parts(problem: Problem) -> bool:
+    """Are rows split, a program for each part of them, whose sums of dK and dV another kernel adds up?"""
+    return problem.M > ROWS
+
+
 def tiles(spec: AttentionSpec, problem: Problem) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps, num_stages): of those that do not spill, with dK and dV in up to 96 registers of a thread, the fastest that were measured:
-    of 64 rows beside dropout and captured tiles, and where a thread holds little (head size 64, N = 64: dropout 229 and 256 microseconds, a mask 231 and 286, plain 196 and 173)."""
-    keys = _tile_of(problem)
-    warps = next(w for w in (2, 4, 8) if (w > 2 or keys <= 32) and keys * (padded(problem.D) + padded(problem.Dv)) <= 96 * 32 * w)
-    wide = warps == 8 or max(problem.D, problem.Dv) <= 32 or spec.dropout > 0 or across(spec)
-    return 64 if wide and min(problem.M, keys) > 32 else 32, keys, warps, 1
+    of 64 rows beside dropout and captured tiles, and where a thread holds little (head size 64, N = 64: dropout 229 and 256 microseconds, a mask 231 and 286, plain 196 and 173).
+    Of many rows some are copied ahead, where registers are left for that (4096 rows of 40 batch indices, 77 keys, head size 64: 80 and 85 microseconds; 40: 89 and 63)."""
+    keys, parts = _tile_of(problem), in_parts(problem)
+    held = keys * (padded(problem.D) + padded(problem.Dv)) // 32
+    warps = next((w for w in (2, 4) if (w > 2 or keys <= 32) and held <= 96 * w), 8)
+    wide = parts or warps == 8 or max(problem.D, problem.Dv) <= 32 or spec.dropout > 0 or across(spec)
+    return 64 if wide and min(problem.M, keys) > 32 else 32, keys, warps, 3 if parts and held <= 64 * warps else 1
 
 
 def _tile_of(problem: Problem) -> int:
@@ -61,7 +73,7 @@ def _tile_of(problem: Problem) -> int:
 def offered(problem: Problem) -> list[tuple[int, int, int, int]]:
     """Tiles to measure."""
     keys = _tile_of(problem)
-    return [(m, keys, warps, 1) for m in (32, 64, 128) if m <= max(32, keys) for warps in (2, 4, 8) if keys <= 32 * warps <= 8 * m]
+    return [(m, keys, warps, stages) for stages in ((1, 3) if in_parts(problem) else (1,)) for m in (32, 64, 128) if m <= max(32, keys) for warps in (2, 4, 8) if keys <= 32 * warps <= 8 * m]
 
 
 def holds(spec: AttentionSpec, problem: Problem, needs: tuple[bool, ...], rows: int) -> str:
@@ -88,16 +100,19 @@ def one_tile_kernel(site: Site) -> Kernel:
     """All gradients but those of tensors with an element for every row and key, of which one may be `held`."""
     spec, site = site.spec, replace(site, descriptors=False)  # a few tiles of each operand in all: nothing to copy ahead
     mine, others, held = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v")), stored_load(site)
-    results = {"dQ": "grad_q", "dK": "grad_k", "dV": "grad_v", "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in [*own_loads(site), *([held] if held else [])]}
+    results = {"dQ": "grad_q", **({"dK": "part_k", "dV": "part_v"} if site.row_parts else {"dK": "grad_k", "dV": "grad_v"}), "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in [*own_loads(site), *([held] if held else [])]}
     shared = f"; gradients of the keys and values summed over ({', '.join(others)}) in registers" if others else ""
     if held:
         mine, others = held_axes(site)
         shared = f" and queries; the gradient of {held}, summed over its part of ({', '.join(others)}) in registers" if others else " and queries"
-    kernel = Kernel("attention_backward_at_once" if held else "attention_backward", f"One program: all keys 0 <= j < N <= BLOCK_N{shared}.", arguments(site, results | ends_arguments(site)),
+    rows = " of a part of the rows" if site.row_parts else ""
+    kernel = Kernel("attention_backward_at_once" if held else "attention_backward", f"One program: all keys 0 <= j < N <= BLOCK_N{rows}{shared}.", arguments(site, results | ends_arguments(site)),
                     ("BLOCK_M", "BLOCK_N"), "KEYS", multiples(site))
     kernel.hoists = False  # of a loop of a few steps nothing is worth a register throughout
     out = kernel.body
     out.assign("y", "tl.program_id(0)")
+    if site.row_parts:
+        out.assign("part", "tl.program_id(1)")
     if held and others:
         out.assign("slot", "y")
         decode_part(out, mine)
@@ -119,8 +134,27 @@ def one_tile_kernel(site: Site) -> Kernel:
             _over_rows(site, out)
     else:
         _over_rows(site, out)
-    store_gradient(site, out, "K", "dk", "y", "N", "cols", scaled(site, QK)[1])
-    store_gradient(site, out, "V", "dv", "y", "N", "cols", kept_scale(spec.dropout))
+    slot = out.assign("slot", "part * tl.num_programs(0) + y") if site.row_parts else "y"
+    store_gradient(site, out, "K", "dk", slot, "N", "cols", scaled(site, QK)[1])
+    store_gradient(site, out, "V", "dv", slot, "N", "cols", kept_scale(spec.dropout))
+    return kernel
+
+
+def parts_kernel(site: Site) -> Kernel:
+    """dK and dV, the sums of what programs found for their parts of the rows."""
+    kernel = Kernel("attention_backward_sum", "One program: BLOCK elements of dK or of dV, the sums over all parts of the rows.",
+                    {f"{role}{x}": f"{name}_{x.lower()}" for role, name in (("Part", "part"), ("d", "grad")) for x in "KV"}
+                    | {"elements_k": "grad_k.numel()", "elements_v": "grad_v.numel()", "parts": "parts"}, ("BLOCK",), "SUM")
+    out = kernel.body
+    out.assign("blocks", "tl.cdiv(elements_k, BLOCK)")
+    for x, block, where in (("K", "tl.program_id(0)", "if tl.program_id(0) < blocks:"), ("V", "tl.program_id(0) - blocks", "else:")):
+        with out.block(where):
+            size = f"elements_{x.lower()}"
+            out.assign("n", f"tl.cast({block}, tl.int64) * BLOCK + tl.arange(0, BLOCK)")
+            out.assign("total", "tl.zeros([BLOCK], tl.float32)")
+            with out.block("for part in tl.range(0, parts):"):
+                out.assign("total", f"total + tl.load(Part{x} + tl.cast(part, tl.int64) * {size} + n, mask=n < {size}, other=0.0)")
+            out.line(f"tl.store(d{x} + n, total.to(d{x}.dtype.element_ty), mask=n < {size})")
     return kernel
 
 
@@ -183,12 +217,15 @@ def _over_rows(site: Site, out: Writer, known: dict[Expr, str] | None = None) ->
         out.assign("i0", "0")
         _tile(site, out, program, body)
     else:
-        with out.block(Loop("i0", "0", "M", "BLOCK_M", ahead=False).head):
+        loop = Loop("i0", "0", "M", "BLOCK_M", ahead=bool(site.row_parts))
+        with out.block((loop.of_part(out) if site.row_parts else loop).head):
             _tile(site, out, program, body)
     for load in (*by_key, *single):
         name = buffer(site, load)
-        at, mask = (" * N + j", ", mask=j < N") if load in by_key else ("", "")
-        out.line(f"tl.store({name} + tl.cast(z, tl.int64){at}, sum_{name}{mask})")
+        at, mask = (" * N + j", ", mask=j < N") if load in by_key else (" * tl.num_programs(1) + part" * bool(site.row_parts), "")
+        if load in by_key and site.row_parts:
+            name += f" + tl.cast(part, tl.int64) * ({count(spec.axes)}) * N"
+        out.line(f"tl.store({name} + tl.cast(z, tl.int64){at}, sum_{buffer(site, load)}{mask})")
     store_ends(site, out, "0")
 
 

@@ -15,7 +15,8 @@ from ..codegen.limits import shared_bytes
 from ..codegen.registers import registers_per_thread, resident
 from ..codegen.packing import packed_axes
 from ..codegen.rates import Rate
-from ..codegen.schedules import hopper
+from ..codegen.schedules import hopper, one_tile
+from ..codegen.split import parts_of_rows
 from ..region import Problem
 from ..spec import AttentionSpec
 from .sweep import spec_of
@@ -90,7 +91,8 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
         registers = registers_per_thread(kernel, tiles, p, spec)
         programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu, packed=packed), registers)
     known = cost.facts(spec, p).packed(packed)
-    found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, known, gpu, units(p, gpu) in EXACT, programs, registers)
+    parts = parts_of_rows(known.z // known.share, p.M, {"BLOCK_M": m}, gpu.sms * programs) if kernel == "one_tile" and one_tile.in_parts(p) else 1
+    found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, known, gpu, units(p, gpu) in EXACT, programs, registers, None, parts)
     return found, max(device / (gpu.bandwidth * rates.BANDWIDTH), all_bytes / (gpu.bandwidth * rates.CACHE), waiting)
 
 

@@ -65,7 +65,7 @@ class Workload:
     def __str__(self) -> str:
         p = self.problems[0]
         return f"{self.variant}{' grouped' if self.grouped else ''} d={p.D} {p.dtype}{' decode' if p.M == 1 else ' few' if self.has_few else ''}" \
-            + f" N<={p.N}" * self.is_short
+            + (f" N<={p.N}" + " many" * one_tile.in_parts(p)) * self.is_short
 
     @property
     def is_short(self) -> bool:
@@ -117,6 +117,9 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
              ("full", 32, (128, 100)), ("full", 64, (128, 100)), ("dropout", 64, (128, 100)), ("full", 64, (32, 17)))
     found += [Workload(variant, False, tuple(Problem((16384 // n + 1, 2048 // head + 1), n, n, head, head, "bfloat16", "bfloat16") for n in sizes))
               for variant, head, sizes in short]
+    many = (("full", 64, 77, ((4, 10, 4096), (4, 21, 1030))), ("full", 40, 77, ((4, 9, 4096), (5, 9, 1030))), ("full", 80, 77, ((4, 9, 1030), (2, 9, 4096))),
+            ("full", 128, 128, ((4, 17, 4096), (9, 18, 530))), ("mask", 64, 50, ((4, 10, 4096), (9, 19, 850))), ("dropout", 64, 77, ((2, 10, 4096), (17, 17, 850))))
+    found += [Workload(variant, False, tuple(Problem((b, h), m, n, head, head, "bfloat16", "bfloat16") for b, h, m in sizes)) for variant, head, n, sizes in many]
     return found
 
 
@@ -226,12 +229,12 @@ def measured(job: Job, operands: Operands, clock: Clock) -> dict[str, float]:
         if kernel == "dense" and own is None and job.schedule == "triton":  # beside "one_tile", of which other jobs measure it
             continue
         key = f"{job.schedule} {kernel}" + (f" {name_of(own)}" if own else "")
-        found[key] = us + (found.get(key, 0.0) if kernel == "keys" else 0.0)  # dV may have a kernel of its own
+        found[key] = us + (found.get(key, 0.0) if kernel in ("keys", "one_tile") else 0.0)  # dV may have a kernel of its own, sums of parts have
     return found
 
 
 ROLES = {
-    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward": "one_tile", "attention_backward_at_once": "one_tile", "attention_backward_keys": "keys", "attention_backward_values": "keys",
+    "triton": {"attention_combine": "combine", "attention_delta": "delta", "attention_backward": "one_tile", "attention_backward_at_once": "one_tile", "attention_backward_sum": "one_tile", "attention_backward_keys": "keys", "attention_backward_values": "keys",
                "attention_backward_rows": "rows"},
     "hopper": {"attention_delta": "delta", "attention_backward_keys": "one_pass", "attention_backward_rows": "sum", "attention_sum": "total"},
 }

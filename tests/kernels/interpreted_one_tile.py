@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashfx.codegen import gpu, host, triton_host
+from flashfx.codegen import gpu, host, split, triton_host
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import one_tile
 from flashfx.codegen.selfcheck import inputs
@@ -48,6 +48,20 @@ def test_gradient_of_other_sizes(kind, M, N):
     """Tiles that keys fill, one row, more rows than keys, values of another size."""
     with asked(spec(CORE["full"], kind), problem(kind, 40, "float16", M=M, N=N, batch=1, Dv=24)) as site:
         run(*site).within_budget()
+
+
+PARTS = [(v, kind, ("float16", "bfloat16")[n % 2], (16, 40, 64, 32)[n % 4]) for n, (v, kind) in enumerate(itertools.product({**CORE, **MORE}, ("gqa", "cross")))]
+
+
+@pytest.mark.parametrize("variant, kind, dtype, head", thinned(PARTS, 8))
+def test_gradient_of_rows_in_parts(variant, kind, dtype, head, monkeypatch):
+    """Few keys and many rows: programs share the rows of a batch index, another kernel adds up their dK and dV. Of sums beyond a table's ends there are no parts."""
+    monkeypatch.setattr(one_tile, "ROWS", 40)
+    monkeypatch.setattr(split, "LEAST", 32)
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=130, N=45, batch=1)
+    plan = make_plan(s, p, gpu.current("cpu"), "backward")
+    assert (plan.kernel == "one_tile" and plan.parts == 0) == one_tile.takes(s, p, gpu.current("cpu"))
+    run(s, p).within_budget()
 
 
 @pytest.mark.parametrize("variant, kind", [("causal", "self"), ("padding", "cross"), ("softcap", "gqa")])  # planned without being asked for, as all that follow

@@ -11,6 +11,7 @@ from flashfx.bench.sweep import grid, job_needs
 from flashfx.codegen import loops, philox, render
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import documents, hopper, one_tile
+from flashfx.codegen.spilling import FEW
 from flashfx.compat import interpreting
 from flashfx.region import Problem
 from flashfx.spec import EmptyRow
@@ -53,13 +54,23 @@ SAMPLE = [
 
 @pytest.mark.parametrize("variant, kind, head, length", thinned(
     [(v, kind, *((64, 64), (32, 100), (128, 49), (16, 32), (64, 114), (40, 64))[n % 6]) for n, (v, kind) in enumerate(itertools.product(ALL, KINDS))], 19))
-def test_one_tile_of_all_keys_builds_without_spilling(variant, kind, head, length):
+def test_one_tile_of_all_keys_builds(variant, kind, head, length):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=length, heads=4)
     if not one_tile.takes(s, p, BY_ARCH["sm_90"]):  # tables that end, of wide heads
         p = replace(p, D=64, Dv=64)
     with overridden(one_tile=one_tile.tiles(s, p)):
         reports = [(report, plan) for report, plan in compile_all(s, p, BY_ARCH["sm_90"], forward=False) if report.kernel in ("attention_backward", "attention_backward_at_once")]
-    assert [report.spilled for report, _ in reports] == [0] and reports[0][0].shared <= reports[0][1].shared, reports
+    assert [report.spilled <= FEW for report, _ in reports] == [True] and reports[0][0].shared <= reports[0][1].shared, reports
+
+
+@pytest.mark.parametrize("variant, kind, head, rows, keys", thinned(
+    [(v, kind, *((64, 1024, 77), (40, 4096, 77), (128, 700, 50), (80, 1024, 77), (64, 2048, 32), (128, 1000, 128), (128, 128, 128))[n % 7]) for n, (v, kind) in enumerate(itertools.product(ALL, KINDS))], 19))
+def test_rows_in_parts_and_tiles_of_many_elements_build(variant, kind, head, rows, keys):
+    s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=rows, N=keys, heads=4)
+    if not one_tile.takes(s, p, BY_ARCH["sm_90"]) or make_plan(s, p, BY_ARCH["sm_90"], "backward").kernel != "one_tile":
+        return  # sums beyond the ends of a table, tensors whose tiles have no room
+    reports = [(report, plan) for report, plan in compile_all(s, p, BY_ARCH["sm_90"], forward=False) if report.kernel.startswith("attention_backward")]
+    assert all(report.spilled <= FEW for report, _ in reports) and reports[0][0].shared <= reports[0][1].shared, reports
 
 
 def builds(arch, dtype, head, variant, kind, M=1024, most=0):
@@ -244,7 +255,7 @@ def test_an_ordered_backward_builds(head, variant, kind):
 @pytest.mark.parametrize("head, variant", thinned([(128, "causal"), (64, "causal"), (128, "dropout"), (96, "alibi"), (128, "softcap"), (80, "causal"), (64, "prefix")], 3))
 def test_a_backward_with_heads_in_turn_builds(head, variant):
     with overridden(schedule="hopper", turns=True):
-        builds("sm_90", "bfloat16", head, variant, "gqa")
+        builds("sm_90", "bfloat16", head, variant, "gqa", most=4)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -297,10 +308,10 @@ UNEVEN = [
 
 @pytest.mark.parametrize("arch, head, variant, kind", thinned(UNEVEN))
 def test_the_portable_schedule_does_not_spill_at_lengths_that_no_tile_divides(arch, head, variant, kind):
-    """The planned tiles of many of these would: they are compiled with more warps, or with half of the inner tile (`spilling`)."""
+    """The planned tiles of many of these would: they are compiled with more warps, or with half of the inner tile, where they spilled more than a few bytes (`spilling`)."""
     with overridden(schedule="triton"):
         found = compile_all(spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4), BY_ARCH[arch])
-    assert not any(report.spilled for report, _ in found), found
+    assert all(report.spilled <= FEW for report, _ in found), found
     assert all(plan is None or report.shared <= (BY_ARCH[arch].shared_per_block if report.instead else plan.shared) for report, plan in found), found
 
 

@@ -55,6 +55,17 @@ def test_all_keys_in_one_tile(variant, kind, dtype, head, length):
         run(s, p, "cuda").within_budget()
 
 
+@pytest.mark.parametrize("variant, kind, dtype, head, rows, keys", [
+    (v, kind, DTYPES[n % 2], *((64, 1100, 77), (40, 517, 77), (128, 700, 50), (80, 1024, 100), (32, 2100, 32), (128, 300, 128))[n % 6])
+    for n, (v, kind) in enumerate(itertools.product({**CORE, **MORE}, KINDS))])
+def test_rows_in_parts(variant, kind, dtype, head, rows, keys):
+    """Of few keys, as planned; sums beyond the ends of a table go by two kernels."""
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=rows, N=keys)
+    plan = make_plan(s, p, gpu.current("cuda"), "backward")
+    assert plan.parts == 0 if plan.kernel == "one_tile" else not one_tile.takes(s, p, gpu.current("cuda")) or is_overfull(s) or plan.schedule == "hopper"
+    run(s, p, "cuda").within_budget()
+
+
 @pytest.mark.parametrize("variant, head, length, drop", [("shared_bias", 32, 49, ""), ("shared_bias", 64, 64, "0.1"), ("scaled_shared_bias", 128, 50, ""), ("padded_bias", 64, 49, ""), ("bias", 80, 33, "0.1")])
 def test_gradient_of_a_tensor_that_stays_in_registers(variant, head, length, drop):
     """Programs go through several of the 700 batch indices."""

@@ -122,7 +122,7 @@ def test_a_pin_overrules_the_model(monkeypatch):
 def test_what_is_offered_fits_with_the_captured_tiles():
     """Also where the model prefers the portable schedule, whose plan reads none."""
     s, given, card = spec(CORE["bias"]), dict(descriptors=True, listed=False, needs=(False,) * 4, tiled=("bias",)), BY_NAME["H200"]
-    p = problem("self", 32, "bfloat16", M=512)
+    p = problem("self", 32, "bfloat16", M=160, batch=300)
     assert make_plan(s, p, card, "forward", descriptors=True, tiled=("bias",)).schedule == "triton"
     found = [offer["forward"] for offer in tuning._offers(s, p, card, "forward", given) if offer["schedule"] == "hopper"]
     assert found and all(hopper_memory.shared_bytes("forward", s, p, *t[:2], t[3], ("bias",)) <= card.shared_per_block for t in found)
