@@ -17,7 +17,7 @@ from flashfx.bench.counters import COUNTERS, COUNTS, count, rows
 from flashfx.bench.measure import Row, measure, operands
 from flashfx.bench.measure import roofline as known_roofline
 from flashfx.bench.table import lines, summary
-from flashfx.bench.variants import VARIANTS, Shape
+from flashfx.bench.variants import VARIANTS, Shape, plain_workload
 from flashfx.codegen.gpu import BY_NAME
 
 N = 48
@@ -161,6 +161,23 @@ def test_the_command(tmp_path, capsys):
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(r["peer"], sorted(r["ms"])) for r in rows] == [("flashfx", ["both", "forward"]), ("eager", ["both", "forward"]), ("fa3", [])]
     assert (tmp_path / "rows.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.crosses])
+def test_other_keys_than_queries(variant):
+    """All gradients have their operand's shape, and errors are those of the same workload."""
+    where = replace(shape(VARIANTS[variant]), other_keys=19)
+    row = measure(variant, "flashfx", where, ("forward", "both"))
+    assert not row.failed and row.error < 1e-5 and plain_workload(variant, where)[1].keys <= 19
+    assert lines([row], ["flashfx"], ["both"])[0].split()[2] == f"{N}x19"
+
+
+def test_other_keys_by_the_command():
+    from typer.testing import CliRunner
+
+    from flashfx.bench.command import app
+    done = CliRunner().invoke(app, ["attention", "--variant", "full,causal", "--keys", "77"])
+    assert done.exit_code == 2 and "causal need as many keys as queries" in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("arguments, says", [(["--variant", "windw"], "unknown variant 'windw'; known: full, causal"),

@@ -62,6 +62,7 @@ def bench() -> None:
 def attention(
     variant: Annotated[str, typer.Option(help=f"comma-separated, or all: {', '.join(VARIANTS)}")] = "full,causal",
     length: Annotated[str, typer.Option(help="sequence lengths")] = "512,1k,2k,4k,8k,16k",
+    keys: Annotated[int, typer.Option(help=f"keys of each sequence of queries, as many as these where 0; variants {', '.join(n for n, v in VARIANTS.items() if v.crosses)}")] = 0,
     head_size: Annotated[str, typer.Option(help="head sizes of queries and keys; 192:128 means values of another size")] = "64,128",
     tokens: Annotated[int, typer.Option(help="batch = tokens / length")] = 16384,
     hidden: Annotated[int, typer.Option(help="heads = hidden / head size")] = 2048,
@@ -85,11 +86,14 @@ def attention(
       python -m flashfx bench attention
       python -m flashfx bench attention --variant all --length 4k,16k --peers flashfx,flex --plain
       python -m flashfx bench attention --head-size 32,80,96,192:128,256 --json rows.json --plot rows.png
+      python -m flashfx bench attention --variant full --length 1k,4k --keys 77 --head-size 40,64 --heads 10 --tokens 16384
     """
     names = list(VARIANTS) if variant == "all" else _chosen(variant, VARIANTS, "variant")
     who, which = _chosen(peers, PEERS, "peer"), _chosen(passes, PASSES, "pass")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if keys < 0 or keys and (others := [n for n in names if not VARIANTS[n].crosses]):
+        raise typer.BadParameter(f"--keys {keys}: " + ("a positive number is expected" if keys < 0 else f"{', '.join(others)} need as many keys as queries"))
     lengths = _numbers(length, "length")
     sizes = [(pair[0], pair[-1]) for pair in (_numbers(s.replace(":", ","), "head size") for s in head_size.split(","))]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -104,7 +108,7 @@ def attention(
                 for n in lengths:
                     count = heads or max(1, hidden // d)
                     share = group or VARIANTS[name].kv_ratio
-                    shape = Shape(max(1, tokens // n), count, max(1, count // share), n, d, dv, DTYPES[dtype], where)
+                    shape = Shape(max(1, tokens // n), count, max(1, count // share), n, d, dv, DTYPES[dtype], where, keys)
                     together = []
                     for peer in who:
                         progress.update(task, description=f"{name} d={d} N={n} {peer}")

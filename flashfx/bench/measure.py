@@ -24,7 +24,7 @@ class Row:
     """One peer on one workload. ms, TFLOP/s, and the TFLOP/s that the card's peaks allow (`roofline`), by pass; error is the relative error (Frobenius norm)
     of the output and of every gradient, the worst of them, on one key head; eager_error is eager's in the same dtype. host_us: microseconds that a call keeps
     the host, by pass, which ms does not count but for the passes in by_call, which cannot be recorded as a CUDA graph or were not asked to be.
-    failed: why there are no numbers."""
+    failed: why there are no numbers. other_keys: as in `Shape`."""
 
     variant: str
     peer: str
@@ -44,6 +44,7 @@ class Row:
     peak_mib: float | None = None
     clocks: str = ""
     failed: str = ""
+    other_keys: int = 0
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -154,7 +155,7 @@ def roofline(variant: Variant, shape: Shape, tensors: dict[str, torch.Tensor], g
     once, every result written once, whichever takes longest. `tensors` are those that the variant captures."""
     pairs = shape.batch * shape.heads * variant.visible(shape, tensors)
     work = 2 * pairs * (shape.head_size + shape.v_head_size)
-    rows, keys = shape.batch * shape.heads * shape.length, shape.batch * shape.kv_heads * shape.length
+    rows, keys = shape.batch * shape.heads * shape.length, shape.batch * shape.kv_heads * shape.keys
     q, kv, out = rows * shape.head_size, keys * (shape.head_size + shape.v_head_size), rows * shape.v_head_size
     captured = sum(t.numel() * t.element_size() for t in tensors.values())
     gradients = sum(tensors[name].numel() * tensors[name].element_size() for name in variant.trained)
@@ -169,8 +170,8 @@ def operands(shape: Shape, variant: Variant, seed: int = 0) -> tuple[list[torch.
     """(q, k, v), grad_out, captured tensors: standard normal, those that get a gradient marked so."""
     torch.manual_seed(seed)
     q = shape.randn(shape.batch, shape.heads, shape.length, shape.head_size)
-    k = shape.randn(shape.batch, shape.kv_heads, shape.length, shape.head_size)
-    v = shape.randn(shape.batch, shape.kv_heads, shape.length, shape.v_head_size)
+    k = shape.randn(shape.batch, shape.kv_heads, shape.keys, shape.head_size)
+    v = shape.randn(shape.batch, shape.kv_heads, shape.keys, shape.v_head_size)
     grad_out = shape.randn(shape.batch, shape.heads, shape.length, shape.v_head_size)
     tensors = variant.tensors(shape)
     for t in (q, k, v, *(tensors[name] for name in variant.trained)):
@@ -222,7 +223,7 @@ def failed_row(variant: str, peer: str, shape: Shape, why: str) -> Row:
 
 def _workload(variant: str, peer: str, shape: Shape) -> dict:
     return dict(variant=variant, peer=peer, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, length=shape.length,
-                head_size=shape.head_size, dtype=str(shape.dtype).removeprefix("torch."))
+                head_size=shape.head_size, other_keys=shape.other_keys, dtype=str(shape.dtype).removeprefix("torch."))
 
 
 def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True, graph: bool = True) -> Row:

@@ -35,7 +35,7 @@ def flex(variant: Variant, shape: Shape, tensors) -> Attention:
         raise CannotRun("FlexAttention cannot say it")
     score_mod, mask_mod = variant.flex(tensors)
     batch = shape.batch if any("b" in (variant.dims or {}).get(name, "") for name in tensors) else None
-    blocks = mask_mod and create_block_mask(mask_mod, batch, None, shape.length, shape.length, device=shape.device)
+    blocks = mask_mod and create_block_mask(mask_mod, batch, None, shape.length, shape.keys, device=shape.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     options = {"score_mod": score_mod, "block_mask": blocks, "enable_gqa": shape.kv_heads != shape.heads}
     if variant.after is None:

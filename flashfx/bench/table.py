@@ -11,7 +11,12 @@ OURS, PLAIN = "flashfx", "plain"
 
 
 def workload(row: Row) -> tuple:
-    return row.variant, row.head_size, row.batch, row.heads, row.kv_heads, row.length, row.dtype
+    return row.variant, row.head_size, row.batch, row.heads, row.kv_heads, row.length, row.other_keys, row.dtype
+
+
+def lengths(row: Row) -> str:
+    """Queries, and keys where those are others."""
+    return f"{row.length}x{row.other_keys}" if row.other_keys else f"{row.length}"
 
 
 def best_peer(rows: Sequence[Row], name: str, peers: Sequence[str] | None = None) -> Row | None:
@@ -67,7 +72,7 @@ def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> 
         if name == passes[-1] and ours is not None and ours.error is not None:
             tail += f"{ours.error:>10.1e}{ours.eager_error:>10.1e}"
             tail += f"{ours.peak_mib:>9.0f}" if ours.peak_mib is not None else ""
-        out.append(f"{first.variant:<10}{first.head_size:>4}{first.length:>7}  {name:<9}{cells}{tail}")
+        out.append(f"{first.variant:<10}{first.head_size:>4} {lengths(first):>6}  {name:<9}{cells}{tail}")
     return out
 
 
@@ -89,7 +94,7 @@ def summary(rows: Sequence[Row], passes: Sequence[str]) -> list[str]:
         out += [f"not recorded as CUDA graphs: {', '.join(f'{peer} {name}' for peer, name in called)}"] * bool(called)
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in (r for r in rows if r.failed):
-        reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={row.head_size} N={row.length}")
+        reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={row.head_size} N={lengths(row)}")
     return out + [f"no number for {peer} ({', '.join(where[:3])}{', …' if len(where) > 3 else ''}): {why}" for (peer, why), where in reasons.items()]
 
 

@@ -12,7 +12,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Queries (batch, heads, length, head_size), keys (batch, kv_heads, length, head_size), values (batch, kv_heads, length, v_head_size)."""
+    """Queries (batch, heads, length, head_size), keys (batch, kv_heads, keys, head_size), values (batch, kv_heads, keys, v_head_size); as many keys as
+    queries where `other_keys` is 0."""
 
     batch: int
     heads: int
@@ -22,6 +23,11 @@ class Shape:
     v_head_size: int
     dtype: torch.dtype
     device: torch.device
+    other_keys: int = 0
+
+    @property
+    def keys(self) -> int:
+        return self.other_keys or self.length
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
@@ -40,6 +46,7 @@ class Variant:
     trained     captured tensors that get a gradient
     after       (out, log-sum-exp, tensors) -> out, for peers that return both
     plain       the variant of nothing but products and softmax that it is compared with: "causal", or "full"
+    crosses     may there be more or fewer keys than queries?
     """
 
     about: str
@@ -55,6 +62,7 @@ class Variant:
     random: bool = False
     kv_ratio: int = 1
     plain: str = "causal"
+    crosses: bool = False
 
 
 def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -163,7 +171,7 @@ def _document_pairs(shape: Shape, tensors: Tensors) -> float:
 
 
 def _lengths(shape: Shape, low: float, high: float) -> torch.Tensor:
-    return torch.linspace(low * shape.length, high * shape.length, shape.batch, device=shape.device).long()
+    return torch.linspace(low * shape.keys, high * shape.keys, shape.batch, device=shape.device).long()
 
 
 def _half(shape: Shape, tensors: Tensors) -> float:
@@ -171,7 +179,7 @@ def _half(shape: Shape, tensors: Tensors) -> float:
 
 
 def _all(shape: Shape, tensors: Tensors) -> float:
-    return shape.length ** 2
+    return shape.length * shape.keys
 
 
 def _after_sinks(out, lse, tensors):
@@ -183,14 +191,14 @@ def _is_causal(b, h, i, j):
 
 
 VARIANTS: dict[str, Variant] = {
-    "full": Variant("every key", full, _all, flex=lambda t: (None, None), sdpa=lambda t: {}, flash=lambda t: {}, plain="full"),
+    "full": Variant("every key", full, _all, flex=lambda t: (None, None), sdpa=lambda t: {}, flash=lambda t: {}, plain="full", crosses=True),
     "causal": Variant("keys up to the query", causal, _half, flex=lambda t: (None, _is_causal), sdpa=lambda t: {"is_causal": True},
                       flash=lambda t: {"causal": True}),
     "gqa": Variant("causal, eight queries share a key", grouped, _half, flex=lambda t: (None, _is_causal), kv_ratio=8,
                    sdpa=lambda t: {"is_causal": True, "enable_gqa": True}, flash=lambda t: {"causal": True}),
     "padding": Variant("lengths from half to all", padding, lambda s, t: s.length * float(t["lengths"].double().mean()),
                        lambda s: {"lengths": _lengths(s, 0.5, 1.0) if s.batch > 1 else _lengths(s, 0.75, 0.75)}, {"lengths": "b"},
-                       flex=lambda t: (None, lambda b, h, i, j: j < t["lengths"][b]), plain="full"),
+                       flex=lambda t: (None, lambda b, h, i, j: j < t["lengths"][b]), plain="full", crosses=True),
     "documents": Variant("packed documents of 1000, causal", documents, _document_pairs, _some_documents, {"document": "bn"},
                          flex=lambda t: (None, lambda b, h, i, j: (j <= i) & (t["document"][b, i] == t["document"][b, j]))),
     "window": Variant(f"the last {WINDOW} keys", window,
@@ -208,12 +216,12 @@ VARIANTS: dict[str, Variant] = {
     "softcap": Variant(f"tanh at {SOFTCAP:g}, causal", softcap, _half,
                        flex=lambda t: (lambda s, b, h, i, j: torch.tanh(s / SOFTCAP) * SOFTCAP, _is_causal),
                        flash=lambda t: {"causal": True, "softcap": SOFTCAP}),
-    "mask": Variant("an additive (B, H, N, N) tensor", biased, _all, lambda s: {"bias": s.randn(s.batch, s.heads, s.length, s.length)},
+    "mask": Variant("an additive (B, H, N, N) tensor", biased, _all, lambda s: {"bias": s.randn(s.batch, s.heads, s.length, s.keys)},
                     {"bias": "bhnn"}, flex=lambda t: (lambda s, b, h, i, j: s + t["bias"][b, h, i, j], None),
-                    sdpa=lambda t: {"attn_mask": t["bias"]}, plain="full"),
-    "bias": Variant("a trained (1, H, N, N) bias", biased, _all, lambda s: {"bias": s.randn(1, s.heads, s.length, s.length)}, {"bias": "1hnn"},
+                    sdpa=lambda t: {"attn_mask": t["bias"]}, plain="full", crosses=True),
+    "bias": Variant("a trained (1, H, N, N) bias", biased, _all, lambda s: {"bias": s.randn(1, s.heads, s.length, s.keys)}, {"bias": "1hnn"},
                     flex=lambda t: (lambda s, b, h, i, j: s + t["bias"][0, h, i, j], None), sdpa=lambda t: {"attn_mask": t["bias"]},
-                    trained=("bias",), plain="full"),
+                    trained=("bias",), plain="full", crosses=True),
     "t5": Variant(f"a trained table of {BUCKETS} buckets a head", t5, _all, lambda s: {"table": s.randn(BUCKETS, s.heads)}, {"table": "th"},
                   flex=lambda t: (lambda s, b, h, i, j: s + t["table"][bucket(i, j), h], None), trained=("table",), plain="full"),
     "sinks": Variant("a trained sink a head, causal", sinks, _half, lambda s: {"sink": s.randn(s.heads)}, {"sink": "h"},
@@ -227,5 +235,7 @@ def plain_workload(name: str, shape: Shape) -> tuple[str, Shape]:
     """Plain attention with as many tokens and as many visible keys for each query: the same products, without what the variant adds to them."""
     variant = VARIANTS[name]
     keys = variant.visible(shape, variant.tensors(shape)) / shape.length
+    if shape.other_keys:
+        return variant.plain, replace(shape, other_keys=max(1, round(keys)), kv_heads=shape.heads)
     length = max(1, round(2 * keys if variant.plain == "causal" else keys))
     return variant.plain, replace(shape, length=length, kv_heads=shape.heads, batch=max(1, round(shape.batch * shape.length / length)))
