@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Callable
 
 import torch
@@ -12,7 +12,7 @@ from flashfx.spec import HIDING_FILL
 
 from .index import Affine, Index, broadcast, head_size, number, same, size
 from .scalars import cast_simplified, kind_of, narrowed, replaced, round_to, rounded
-from .values import Value
+from .values import Value, alike
 from .views import within
 
 if TYPE_CHECKING:
@@ -243,6 +243,8 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
     if swapped and ("i" in of_left or "j" in of_right):
         return None
     found = Product(left, left_at, right, right_at, swapped, v)
+    if p.product is not None and alike(p.product.value, v):  # the same product, written twice
+        found = replace(found, left=p.product.left, right=p.product.right, value=p.product.value)
     if p.product is not None and p.product != found:
         return None
     p.product = found
@@ -251,9 +253,7 @@ def _product(p: Puller, v: Value, x: Index) -> Expr | None:
         return QK
     beta, alpha = number(v.kwargs.get("beta", 1)), number(v.kwargs.get("alpha", 1))
     dot = call("mul", QK, const(float(alpha)))
-    if beta == 0:
-        return dot
-    return p.apply("add", [dot, call("mul", p.operand(v.args[0], x), const(float(beta)))], v.dtype)
+    return dot if beta == 0 else p.apply("add", [dot, call("mul", p.operand(v.args[0], x), const(float(beta)))], v.dtype)
 
 
 def _chosen(p: Puller, v: Value, inside: Expr, there: Callable[[], Expr | None], elsewhere: Callable[[], Expr | None]) -> Expr | None:

@@ -25,6 +25,12 @@ def late(e, v):
     return (e @ v) / e.sum(-1, keepdim=True)
 
 
+def _changed_between(q, k, v):
+    first, k = s(q, k), k.clone()
+    k.mul_(2)
+    return (first + s(q, k)).softmax(-1) @ v
+
+
 def again(p):
     return p / p.sum(-1, keepdim=True)
 
@@ -98,6 +104,10 @@ CASES = {
     # several products
     "two values": (lambda q, k, v, w: (lambda p: (p @ v, p @ w))(s(q, k).softmax(-1)), (rand(B, H, N, 6),), 2, PLAIN),
     "dropout before a cast": (lambda q, k, v: F.dropout(s(q, k).float().softmax(-1), 0.0).to(v.dtype) @ v, (), 1, PLAIN),
+    # a product that is written twice
+    "twice, where": (lambda q, k, v, m: torch.where(m, (q @ k.mT) * 2, (q @ k.mT) - 3).softmax(-1) @ v, (keep(M, N),), 1, "score = where(mask[i, j], qk * 2.0, qk + (-3.0))"),
+    "twice, a function of it": (lambda q, k, v: (s(q, k) + torch.tanh(s(q, k))).softmax(-1) @ v, (), 1, "score = qk * 0.5 + tanh(qk * 0.5)"),
+    "twice, changed between": (lambda q, k, v: _changed_between(q, k, v), (), 1, "+ bias[b, h, i, j]"),
 }
 
 

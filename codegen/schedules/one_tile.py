@@ -21,7 +21,8 @@ from ..loops import Loop
 from ..parts import LOG2E, Site, arguments, count, decode, flatten, head_index, load_tile, matrix, multiples
 from ..philox import kept_scale
 from ..program import Program
-from ..reads import across, is_gathered
+from ..reads import across
+from ..registers import registers_per_thread
 from ..writer import Kernel, Writer
 from .backward import store_gradient
 from .hopper_captured import stored_load
@@ -44,7 +45,7 @@ def takes(spec: AttentionSpec, problem: Problem, gpu: GPU, needs: tuple[bool, ..
         return False
     if any(map(ends, spec.score.loads)) and (head > 96 or in_parts(problem)):  # spilled up to 60 bytes, whatever was tried; of their sums there are no parts
         return False
-    if keys * head > 8192 and any(map(is_gathered, across(spec))):  # spilled 52 bytes
+    if keys * head > 8192 and registers_per_thread("one_tile", tiles(spec, problem), problem, spec) > 300:  # captured tiles that come element by element: spilled 52 bytes and more
         return False
     own = set(spec.q) == set(spec.axes)  # or dQ would be a sum over programs
     return own and QK in spec.score.leaves and all(needs[:3])
