@@ -136,9 +136,21 @@ def _told_apart(fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> bool:
 
 
 def _check_swallowed(op: str, fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> None:
-    """A constant that float16 added swallowed the scores; a term that float32 adds behind it tells hidden keys apart, without them."""
-    if "j" in term.variables and any(f.added and math.isfinite(f.value) and f.value > hiding_sum(dtype) for f in fills):
+    """A constant that float16 added swallowed the scores; a term that float32 adds behind it tells hidden keys apart, without them. And one more constant may
+    make it infinite."""
+    added = [f.value for f in fills if f.added and math.isfinite(f.value)]
+    if "j" in term.variables and any(value > hiding_sum(dtype) for value in added) or math.isfinite(_shift(term)) and any(math.isinf(round_to(value + _shift(term), dtype)) for value in added):
         raise Refused(f"a masked score goes through {op}, and what becomes of the mask's constant is not known", hint="add the mask last, or in float32")
+
+
+def _shift(e: Expr) -> float:
+    """The constants that a score adds."""
+    if isinstance(e, Const):
+        return e.value
+    if not isinstance(e, Call) or e.op not in ("add", "sub"):
+        return 0.0
+    a, b = map(_shift, e.args)
+    return a + b if e.op == "add" else a - b
 
 
 def unpeeled(e: Expr) -> Expr | None:

@@ -104,3 +104,14 @@ def test_a_number_that_is_added_to_all_scores(constant):
     region, = compare(lambda q, k, v: (q @ k.mT + constant).softmax(-1) @ v, *operands(20), exact_fn=lambda q, k, v: (
         (q @ k.mT).float() + constant).double().softmax(-1) @ v)
     assert (str(region.spec.score) == "qk") == (constant == 3.0)
+
+
+@pytest.mark.parametrize("shift, fused", [(-3.0, True), (-1000.0, False)])
+def test_a_number_that_makes_the_constant_of_a_mask_infinite(shift, fused):
+    """float16 ends at -65504: a row that is hidden entirely is then not a number."""
+    def fn(q, k, v, keep):
+        hidden = torch.where(keep, 0.0, torch.finfo(torch.float16).min).to(torch.float16)
+        return (q @ k.mT + shift + hidden[:, None]).softmax(-1) @ v
+    q, k, v = (rand(2, 10, 8, seed=s, dtype=torch.float16) for s in (1, 2, 3))
+    region, = compare(fn, q, k, v, torch.arange(10) + torch.tensor([[0], [-20]]) > 3)
+    assert region.fused == fused, region.refusal

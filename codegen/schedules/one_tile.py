@@ -99,7 +99,7 @@ def own_loads(site: Site) -> list[Load]:
 
 def one_tile_kernel(site: Site) -> Kernel:
     """All gradients but those of tensors with an element for every row and key, of which one may be `held`."""
-    spec, site = site.spec, replace(site, descriptors=False)  # a few tiles of each operand in all: nothing to copy ahead
+    spec, site = site.spec, replace(site, descriptors=False)  # a few tiles of each operand, or rows that are copied ahead without them
     mine, others, held = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v")), stored_load(site)
     results = {"dQ": "grad_q", **({"dK": "part_k", "dV": "part_v"} if site.row_parts else {"dK": "grad_k", "dV": "grad_v"}), "GradLse": "grad_lse"} | {buffer(site, load): buffer(site, load) for load in [*own_loads(site), *([held] if held else [])]}
     shared = f"; gradients of the keys and values summed over ({', '.join(others)}) in registers" if others else ""
