@@ -80,8 +80,8 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         for term in (a, b):
             if QK not in term.score.leaves and any(f.value > hiding_sum(dtype) for f in term.fills):
                 return whole
-        _check_swallowed(e.op, a.fills, b.score, dtype)
-        _check_swallowed(e.op, b.fills, a.score, dtype)
+        _check_added(e.op, a.fills, b.score, dtype)
+        _check_added(e.op, b.fills, a.score, dtype)
         if _told_apart(a.fills, b.score, dtype) or _told_apart(b.fills, a.score, dtype):
             return whole
         if a.fills or b.fills:
@@ -93,7 +93,7 @@ def peel(e: Expr, dtypes: Mapping[Expr, torch.dtype]) -> Masked:
         return whole
     if e.op == "sub":
         a = peel(e.args[0], dtypes)
-        _check_swallowed(e.op, a.fills, e.args[1], dtypes.get(e, torch.float32))
+        _check_added(e.op, a.fills, e.args[1], dtypes.get(e, torch.float32))
         if _told_apart(a.fills, e.args[1], dtypes.get(e, torch.float32)):
             return whole
         fills = tuple(f if f.added else replace(f, outside=(*f.outside, e.args[1])) for f in a.fills)
@@ -135,11 +135,13 @@ def _told_apart(fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> bool:
     return "j" in term.variables and any(not f.added and math.isfinite(f.value) and f.value > hiding_sum(dtype) for f in fills)
 
 
-def _check_swallowed(op: str, fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> None:
+def _check_added(op: str, fills: Sequence[Fill], term: Expr, dtype: torch.dtype) -> None:
     """A constant that float16 added swallowed the scores; a term that float32 adds behind it tells hidden keys apart, without them. And one more constant may
     make it infinite."""
-    added = [f.value for f in fills if f.added and math.isfinite(f.value)]
-    if "j" in term.variables and any(value > hiding_sum(dtype) for value in added) or math.isfinite(_shift(term)) and any(math.isinf(round_to(value + _shift(term), dtype)) for value in added):
+    added, shift = [f.value for f in fills if f.added and math.isfinite(f.value)], _shift(term)
+    swallowed = "j" in term.variables and any(value > hiding_sum(dtype) for value in added)
+    overflows = math.isfinite(shift) and any(math.isinf(round_to(value + shift, dtype)) for value in added)
+    if swallowed or overflows:
         raise Refused(f"a masked score goes through {op}, and what becomes of the mask's constant is not known", hint="add the mask last, or in float32")
 
 

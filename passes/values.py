@@ -100,15 +100,23 @@ def upstream(start: Value, through: Callable[[Value], Iterable[Value]] = lambda 
                 todo.append(x)
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Are two values the same by construction: the same operations on the same values, nothing random? Their arguments likewise."""
+ALIKE = 64
+"""Pairs of values that `alike` looks at: what is written twice is a product with its views and scales, not a network."""
+
+
+def alike(a: Any, b: Any, pairs: set | None = None) -> bool:
+    """Are two values the same by construction: the same operations on the same values, nothing random? Their arguments likewise. pairs: met on the way."""
+    pairs = set() if pairs is None else pairs
     if isinstance(a, Value) and isinstance(b, Value):
-        return a is b or a.op is not None and a.op is b.op and (a.out, a.grad) == (b.out, b.grad) and a.op.namespace == "aten" \
-            and torch.Tag.nondeterministic_seeded not in a.op.tags and alike((a.args, a.kwargs), (b.args, b.kwargs))
+        if a is b or (a, b) in pairs:
+            return True
+        pairs.add((a, b))
+        return len(pairs) <= ALIKE and a.op is not None and a.op is b.op and (a.out, a.grad) == (b.out, b.grad) and a.op.namespace == "aten" \
+            and torch.Tag.nondeterministic_seeded not in a.op.tags and alike((a.args, a.kwargs), (b.args, b.kwargs), pairs)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(alike, a, b))
+        return len(a) == len(b) and all(alike(x, y, pairs) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(alike(a[k], b[k], pairs) for k in a)
     if isinstance(a, (torch.SymInt, torch.SymFloat)):  # to ask for equality would be a guard
         return type(a) is type(b) and a.node.expr == b.node.expr
     return type(a) is type(b) and not isinstance(a, (Value, torch.Tensor)) and a == b
