@@ -23,7 +23,7 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     rest previous_phase locate q_tile k_tile v_tile out_tile ds_tile dq_tile k_ring v_ring q_ring do_ring lse2_ring
     delta_ring q_full k_full k_empty v_full v_empty kv_full q_empty do_full rows_empty after freeing freeing_phase key0 sum_tile Sum Taken blocks partial_tiles average words kept kept_half positive next_qk next_acc next_dp
     next_dv next_dk next_dq
-    Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
+    front back Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
     weight parts_of parts_of_rows part_k part_v shared_out combined packed_row kv kv_empty next_count start_ring before group together tile taken lanes lane is_partial is_first is_last told nth
     end work padded next_tile next_number following windows task Order begin is_earlier goes_first other others steps_at others_at mixed is_mixed tell number_at place_in phase_in keys_told rows_told locate_keys dk_tile dv_tile is_cut apart
     lists list_length told_ring place column threads threads_of own_max own_sum across weigh_text weigh_operands weigh_kinds first_of of_threads weighed total raised grown rescaled rescale_text rescale_operands within within_text within_operands is_row_by_row await_turn pass_turn named_barrier barrier_text leave_rows await_rows own_barrier_text v_held hand_dq await_dq free_place_of_dq await_place_of_dq own_turn exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())

@@ -18,6 +18,7 @@ from .hopper_captured import expect_with_mask, left_out, read_tiles, tile_bytes,
 from .hopper import read_by_tma, segments
 from .hopper_lists import listed_tiles, row_place, row_start, tile_start
 from .hopper_keys import HALF, MOST_TILES, NEXT, adds_apart, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, is_wide, key_loads, key_ring, partial_tiles, rows_told
+from .hopper_past import count_past
 from .hopper_keys import slot_and_phase, slot_of, start_steps, takes_turns, tell, tell_keys
 
 TICKET = "number_on(take_ticket(Taken, -1))"
@@ -75,6 +76,7 @@ def _rows(site: Site, out: Writer) -> str:
         partial = _segments(site, out)
         stop = "late(stop, nth)" if site.by_keys.is_total and tile_loads(site) and len(site.qk_chunks) > 1 else "stop"
         out.assign("count", f"tl.cdiv({stop} - start, BLOCK_M)")
+    count_past(site, out)
     if site.documents:
         return partial
     return partial if site.whole else f"{partial} | (j0 + BLOCK_N > N)" if partial else "(j0 + BLOCK_N > N)"

@@ -97,3 +97,13 @@ IDS = {
     "unsorted": lambda at: at // 50 * 7 % 5 - 2,
 }
 """Position -> id of its document, int64 unless said otherwise: what tells them apart need not be the low word."""
+
+
+PAST = {"j <= i": "front", "(j <= i) & (i - j < 70)": "front, back", "j >= i": "back", "j < length[b]": "", "(j <= i) & pad[b, j]": "front", "(j <= i) & (j < length[b])": "front"}
+"""Masks, and where a half of a tile of keys goes past rows of the Hopper backward."""
+
+
+def soft_capped(where: str) -> AttentionSpec:
+    """Under one of those."""
+    given = tuple(g for g in ("length: int[1]", "pad: bool[2]") if g.split(":")[0] in where)
+    return spec(Variant(given, score="tanh(qk * 0.125 / 3.0) * 3.0", where=where, empty="zero"))

@@ -14,7 +14,7 @@ from flashfx.codegen.schedules import one_tile
 from flashfx.codegen.selfcheck import inputs
 from flashfx.spec import AttentionSpec, EmptyRow
 
-from .cases import CORE, IDS, KINDS, MORE, Variant, problem, spec
+from .cases import CORE, IDS, KINDS, MORE, PAST, Variant, problem, soft_capped, spec
 from .run import in_runs, lse_gradient, rising, run
 from .test_families import FAMILIES, spec as family, tensors
 
@@ -148,6 +148,14 @@ def test_gradients_of_captured_tensors_warp_specialised(variant, kind, head, len
         plan = make_plan(s, p, gpu.current("cuda"), "backward")
         assert plan.schedule == "hopper" and plan.tiled == ("bias",)
         run(s, p, "cuda").within_budget()
+
+
+@HOPPER
+@pytest.mark.parametrize("where", PAST)
+@pytest.mark.parametrize("head, length", [(64, 1024), (64, 1000), (32, 2100), (48, 130)])
+def test_halves_that_go_past_rows(where, head, length):
+    with overridden(schedule="hopper"):
+        run(soft_capped(where), problem("self", head, "bfloat16", M=length), "cuda", listed="pad" in where).within_budget()
 
 
 @HOPPER
