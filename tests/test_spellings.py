@@ -256,7 +256,7 @@ def together(group):
     return lambda calls: [build(p)(*args) for p, args in zip(group, calls)]
 
 
-@pytest.mark.parametrize("meaning", thinned(((m,) for m in MEANINGS), 4), ids=lambda m: ", ".join(filter(None, m)))
+@pytest.mark.parametrize("meaning", thinned(((m,) for m in MEANINGS), 7), ids=lambda m: ", ".join(filter(None, m)))
 def test_one_spec_per_meaning(meaning):
     group = MEANINGS[meaning]
     regions = []

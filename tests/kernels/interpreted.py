@@ -35,13 +35,13 @@ def product() -> list[tuple[str, str, str, int, int]]:
     return [(v, kind, dtype, HEADS[n % 5], (37, 45, 21)[n // 5 % 3]) for n, (v, kind, dtype) in enumerate(points)]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(product(), 4))
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(product(), 7))
 def test_product(variant, kind, dtype, head, length):
     with overridden(**TILES[(head + length) % 3]):
         run(spec(CORE[variant], kind), problem(kind, head, dtype, M=length, batch=1)).within_budget()
 
 
-@pytest.mark.parametrize("variant, kind, dtype", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(MORE)], 4))
+@pytest.mark.parametrize("variant, kind, dtype", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(MORE)], 7))
 def test_more(variant, kind, dtype):
     with overridden(**TILES[len(variant) % 3]):
         run(spec(MORE[variant], kind), problem(kind, 24, dtype, batch=1 + (kind != "gqa"))).within_budget()

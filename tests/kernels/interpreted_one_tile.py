@@ -36,7 +36,7 @@ def planned(s, p):
     return s, p
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 4))
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 7))
 def test_gradient(variant, kind, dtype, head, length):
     head = min(head, 96) if "ended" in variant or variant == "t5_table" else head
     with asked(spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length, N=min(length + 14, 64) if kind == "cross" else None, batch=1)) as site:
@@ -53,7 +53,7 @@ def test_gradient_of_other_sizes(kind, M, N):
 PARTS = [(v, kind, ("float16", "bfloat16")[n % 2], (16, 40, 64, 32)[n % 4]) for n, (v, kind) in enumerate(itertools.product({**CORE, **MORE}, ("gqa", "cross")))]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head", thinned(PARTS, 8))
+@pytest.mark.parametrize("variant, kind, dtype, head", thinned(PARTS, 17))
 def test_gradient_of_rows_in_parts(variant, kind, dtype, head, monkeypatch):
     """Few keys and many rows: programs share the rows of a batch index, another kernel adds up their dK and dV. Of sums beyond a table's ends there are no parts."""
     monkeypatch.setattr(one_tile, "ROWS", 40)

@@ -132,7 +132,7 @@ def check_some(found: Case, number: int, turn: int, schedules: tuple[str, ...] =
 
 
 @pytest.mark.parametrize("arch, number", [("sm_80", 1), ("sm_89", 1), ("sm_90", 3)])
-@pytest.mark.parametrize("turn, name", thinned(enumerate(SPECS), 3))
+@pytest.mark.parametrize("turn, name", thinned(enumerate(SPECS), 5))
 def test_shared_memory_is_the_compilers(arch, number, turn, name):
     """Some tiles of every variant, at another head size for each variant and architecture."""
     check_some(case(arch, name, HEADS[(4 * turn + int(arch[-2:])) % len(HEADS)]), number, turn)
@@ -158,7 +158,7 @@ FURTHER = [
     Case("sm_90", "dropout_padding", "gqa", 64, listed=True), Case("sm_80", "padding", head=32)]
 
 
-@pytest.mark.parametrize("turn, found", thinned(enumerate(FURTHER), 3), ids=str)
+@pytest.mark.parametrize("turn, found", thinned(enumerate(FURTHER), 5), ids=str)
 def test_shared_memory_of_further_specs(turn, found):
     check_some(found, 2, turn, ("triton",))
 
@@ -193,7 +193,7 @@ def check_pair(found: Case, number: int, turn: int) -> None:
             found.check("hopper", {kernel: offers[(turn + n) % len(offers)]})
 
 
-@pytest.mark.parametrize("turn, found", thinned(enumerate(PAIR), 3), ids=str)
+@pytest.mark.parametrize("turn, found", thinned(enumerate(PAIR), 5), ids=str)
 def test_shared_memory_of_the_pair(turn, found):
     check_pair(found, 1, turn)
 
