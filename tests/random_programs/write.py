@@ -30,6 +30,7 @@ def write(r: random.Random) -> Program:
 def _body(w: Writer, dynamic: bool) -> None:
     layout = w.pick("2-D", "3-D", "4-D", "4-D", "5-D", "6-D", "heads last", "hidden", "packed", "flat", "time first")
     late = w.turn("keys changed in place", 0.05)
+    w.differentiable = not late  # values may lie beside them
     q, k, v, f, values = _load(w, layout, False if late or w.chance(0.1) else None)
     flat = layout == "flat"
     s = _scores(w, q, k, f, flat)

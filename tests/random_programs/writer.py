@@ -56,6 +56,7 @@ class Writer:
     dtype: torch.dtype = torch.float32
     wrong: bool = False
     named: int = 0
+    differentiable: bool = True
 
     def pick(self, *choices):
         return self.r.choice(choices)
@@ -86,7 +87,8 @@ class Writer:
         """A float input; it wants a gradient in most programs."""
         name = self._fresh(base)
         t = torch.randn(shape, generator=self.generator(), dtype=torch.float64) * scale
-        self.inputs[name] = t.to(self.dtype).requires_grad_(self.chance(0.85) if grad is None else grad)
+        wants = self.chance(0.85) if grad is None else grad
+        self.inputs[name] = t.to(self.dtype).requires_grad_(wants and self.differentiable)
         return name
 
     def condition(self, base: str, *shape: int, p: float = 0.7, first: bool = True) -> str:
