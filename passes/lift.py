@@ -22,7 +22,7 @@ from .index import Affine, Index, NotAffine, Size, Specialised, SplitAxis, broad
 from .masks import Fill, contract, normal_condition, normal_score, peel, unpeeled
 from .operands import Operand, captured, trace_back
 from .pull import Puller, gradient_ends
-from .rows import every_row_sees
+from .rows import every_row_sees, refuse_nan
 from .rules import PRODUCTS, Product
 from .softmax import Softmax, softmax_of
 from .values import Refused, Value, ValueGraph, upstream
@@ -284,6 +284,7 @@ def _finish(site, vg, frame, puller, reached, score, visible, safe, values, valu
     hiding = [t for t in terms(score) if "j" in t.variables and could_hide(t, puller)]
     soft = None if site.weights is None else softmax_of(site.weights)
     bare = soft is not None and soft.bare  # 0 / 0 in a row that is hidden entirely, whatever hides it
+    refuse_nan(site, () if cleaned else vg.blanked, score, None if hiding else [f.visible for f in fills if bare or math.isinf(f.value)], puller)
     empty, over, blocked = EmptyRow.NAN, TRUE, []
     try:
         if site.weights in vg.shifted and (hiding or len(fills) > 1 or any(math.isinf(f.value) for f in fills)):

@@ -1,10 +1,13 @@
 """linear: the second product is linear in the weights, so sums and factors of weights can be taken out of it.
 
 before -> after:
-    (p1 - c * p2) @ v   ->  p1 @ v - c * (p2 @ v)         c the same for all keys (differential attention)
-    (p * m) @ v         ->  p @ (m.unsqueeze(-1) * v)     m the same for all queries
+    (p1 - c * p2) @ v        ->  p1 @ v - c * (p2 @ v)         c the same for all keys (differential attention)
+    (p * m) @ v              ->  p @ (m.unsqueeze(-1) * v)     m the same for all queries
+    p.masked_fill(m, 0) @ v  ->  where(~m, p @ v, 0)           m the same for all keys: queries that are blanked after the softmax
 """
 from __future__ import annotations
+
+from typing import Callable
 
 import torch
 
@@ -16,21 +19,34 @@ from .rules import PRODUCTS
 from .softmax import is_rounding, softmax_of
 from .values import Value, ValueGraph, upstream
 from .views import VIEWS
+from .zeroed import zeroed
 
 aten = torch.ops.aten
 
 LINEAR = {"mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar", "add.Tensor", "sub.Tensor", "neg.default"}
+FILLS = {"masked_fill.Scalar", "masked_fill.Tensor", "where.self", "where.ScalarOther", "where.ScalarSelf"}
 
 
 def distributed(vg: ValueGraph, v: Value) -> list[Value]:
     """Take sums and factors out of the weights of one product; the products that this makes."""
+    found = _distributed(vg, v)
+    if v in vg.blanked:
+        vg.blanked.update(found)
+    return found
+
+
+def _distributed(vg: ValueGraph, v: Value) -> list[Value]:
     if v.name not in PRODUCTS or v.name in ("baddbmm.default", "addmm.default"):
         return []
     for side, position in enumerate(PRODUCTS[v.name]):
-        inside = path_to(v.args[position], lambda x: x.name in LINEAR or softmax_of(x) is not None, dropout=True)
+        inside = path_to(v.args[position], lambda x: x.name in LINEAR or x.name in FILLS or softmax_of(x) is not None, dropout=True)
         if inside is None or softmax_of(inside[-1]) is not None or not private(vg, inside):
             continue
         changed, make = inside[-1], Maker(vg, v)
+        if changed.name in FILLS:
+            if new := _blanked(vg, v, side, position, inside, changed):
+                return new
+            continue
         weights = [a for a in changed.args[:2] if isinstance(a, Value) and _softmax_above(a)]
         if not weights or changed.grad != v.grad or any(p.dtype != changed.dtype for p in weights):
             continue
@@ -63,13 +79,30 @@ def distributed(vg: ValueGraph, v: Value) -> list[Value]:
                 new = product(p)
                 make.redefine(v, make(changed.op, new, factor))
                 return [new]
-            if new := _factored(vg, v, side, position, inside, p, factor, changed):
+            if new := _factored(vg, v, side, position, inside, p, factor, lambda make, x, f: make(changed.op, x, f)):
                 return new
     return []
 
 
-def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[Value], p: Value, factor: Value, changed: Value) -> list[Value]:
-    """A factor that is the same for all keys goes behind the product, one that is the same for all queries to the values.
+def _blanked(vg: ValueGraph, v: Value, side: int, position: int, inside: list[Value], changed: Value) -> list[Value]:
+    """Queries whose weights are all set to 0 have an output of 0. Where the scores' own mask says so too, it is left to `weights.kept_keys`, which makes one of both."""
+    found = zeroed(vg, Maker(vg, v), changed)
+    vg.forget_users()
+    if found is None or changed.grad != v.grad or found.of.dtype != changed.dtype or not _softmax_above(found.of):
+        return []
+    named = changed.args[1 if changed.name.startswith("masked_fill") else 0]
+    while named.name in VIEWS and named.name not in ("slice.Tensor", "select.int") or named.name in ("logical_not.default", "bitwise_not.default"):
+        named = named.args[0]
+    if named in upstream(found.of):
+        return []
+    new = _factored(vg, v, side, position, inside, found.of, found.condition, lambda make, x, seen: make(aten.where.ScalarOther, seen, x, 0.0), for_keys=False)
+    vg.blanked.update(new)
+    return new
+
+
+def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[Value], p: Value, factor: Value,
+              apply: Callable[[Maker, Value, Value], Value], for_keys: bool = True) -> list[Value]:
+    """A factor that is the same for all keys goes behind the product, one that is the same for all queries to the values, if it may (`for_keys`). apply: by it.
 
     Written at the first of the product's views whose dims the weights have too: (B, H, M, N) rather than (B * H, M, N).
     """
@@ -98,9 +131,9 @@ def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[V
             args = list(v.args)
             args[position] = again(make, inside, p)
             new = make(v.op, *args, **v.kwargs)
-            make.redefine(below, make(changed.op, again(make, path, new), scale))
+            make.redefine(below, apply(make, again(make, path, new), scale))
             return [new]
-        if values.dtype == torch.float16 and factor.dtype != torch.bool:
+        if not for_keys or values.dtype == torch.float16 and factor.dtype != torch.bool:
             return []  # small weights times large factors may fit where values times large factors overflow
         if row.axes & axes or draws(inside) or (row.single, column.single) not in ((frame[-2], frame[-1]), (frame[-1], frame[-2])):
             continue
@@ -114,7 +147,7 @@ def _factored(vg: ValueGraph, v: Value, side: int, position: int, inside: list[V
         scale, right, left = (viewed(make, source, o.steps) for source, o in zip(sources, found))
         if scale is None or right is None or left is None:
             return []
-        new = product = make(aten.matmul.default, left, make(changed.op, right, scale))
+        new = product = make(aten.matmul.default, left, apply(make, right, scale))
         if row.single == frame[-1]:
             new = make(aten.transpose.int, product, -1, -2)
         if not spans(new, below) or new.dtype != below.dtype:
@@ -155,7 +188,7 @@ def _views_below(vg: ValueGraph, v: Value) -> list[Value]:
 def _softmax_above(v: Value) -> bool:
     """Does `v` come from a softmax through views, casts, dropout and what is linear in the weights?"""
     def through(x: Value) -> list[Value]:
-        if softmax_of(x) is not None or not (x.name in VIEWS or is_rounding(x) or x.name in DROPOUTS or x.name in LINEAR):
+        if softmax_of(x) is not None or not (x.name in VIEWS or is_rounding(x) or x.name in DROPOUTS or x.name in LINEAR or x.name == "nan_to_num.default"):
             return []
         return x.inputs
     return any(softmax_of(x) is not None for x in upstream(v, through))

@@ -148,6 +148,7 @@ class ValueGraph:
     superseded what the model computes and, after `algebra`, nobody needs
     renormalised  softmaxes that the model wrote as weights times a mask, over their sum
     shifted    softmaxes beside a sink that the model shifted by their largest score, which is -inf in a row that is hidden entirely
+    blanked    products behind which queries are set to 0 that the model blanks in front of them
     changing   Dynamo nodes that change a tensor in place
     relative   what `passes/relative.py` made for what the model gathers: tensors with one element for each j - i, and where they end
     differences  gathers whose gradient `flashfx::gather_by_difference` has without atomic additions: (its source, its positions)
@@ -163,6 +164,7 @@ class ValueGraph:
     superseded: set[Value] = field(default_factory=set)
     renormalised: set[Value] = field(default_factory=set)
     shifted: set[Value] = field(default_factory=set)
+    blanked: set[Value] = field(default_factory=set)
     changing: set[fx.Node] = field(default_factory=set)
     relative: dict[tuple, tuple[Value, Value | None] | None] = field(default_factory=dict)
     differences: dict[Value, tuple[Value, Value]] = field(default_factory=dict)

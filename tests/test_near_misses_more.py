@@ -96,6 +96,16 @@ def masked_before_and_after_by_different_masks(q, k, v, a, b):
     return scores(q, k).masked_fill(~a, -math.inf).softmax(-1).masked_fill(~b, 0.0) @ v
 
 
+@row("queries are blanked after the softmax, and a mask may hide all keys of one by -inf: its weights are NaN then", hidden_rows)
+def queries_blanked_where_no_key_is_seen(q, k, v, a, b):
+    return scores(q, k).masked_fill(~a, -math.inf).softmax(-1).masked_fill(~a.any(-1, keepdim=True), 0.0) @ v
+
+
+@row("queries are blanked after the softmax, and a mask may hide all keys of one by -inf: its weights are NaN then", hidden_rows)
+def queries_gated_and_blanked_where_no_key_is_seen(q, k, v, a, b):
+    return (scores(q, k).masked_fill(~a, -math.inf).softmax(-1) * q[..., :1].sigmoid()).masked_fill(~a.any(-1, keepdim=True), 0.0) @ v
+
+
 @row(CHANGED.format("where"), hidden_rows)
 def hidden_weights_set_to_a_constant(q, k, v, a, b):
     return torch.where(a, scores(q, k).softmax(-1), 0.5) @ v

@@ -188,6 +188,9 @@ def _weigh(w: Writer, s: str, v: str, f: Frame, flat: bool, E: int) -> str:
     for _ in range(w.pick(0, 0, 1, 2)):
         p = w.let("p", w.pick(f"F.dropout({p}, 0.0)", f"F.dropout({p}, 0.3, training=False)", f"nn.Dropout(0.2).eval()({p})", f"{p}.to(v.dtype)",
                               f"{p}.float().to(v.dtype)", f"{p}.contiguous()", f"{p}.clone()"))
+    if w.chance(0.08):  # queries blanked
+        seen = w.condition("seen", f.M)
+        p = w.let("p", w.pick(f"{p}.masked_fill(~{seen}[:, None], 0.0)", f"torch.where({seen}[:, None], {p}, 0.0)"))
     rank = 1 if flat else f.rank
     letters = "".join(w.r.sample(string.ascii_lowercase, rank + 3))
     b, i, j, d = letters[:rank], *letters[rank:]
