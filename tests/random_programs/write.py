@@ -66,6 +66,7 @@ def _body(w: Writer, dynamic: bool) -> None:
 
 def _load(w: Writer, layout: str, grad: bool | None):
     B, H, W, D = w.pick(1, 2, 3), w.pick(1, 2, 4), w.pick(2, 3), w.pick(2, 4)
+    w.head = D
     M = w.pick(1, 3, 5, 6)
     N = w.pick(M, M, 1, 4, 7)
     E = w.pick(D, D, D, 3)
@@ -118,7 +119,6 @@ def _load(w: Writer, layout: str, grad: bool | None):
 
 
 def _scores(w: Writer, q: str, k: str, f: Frame, flat: bool) -> str:
-    D = w.inputs["q"].shape[-1] if "q" in w.inputs else 4
     root = w.pick("q.shape[-1] ** -0.5", "1.0 / math.sqrt(q.shape[-1])", "0.5")
     where = w.pick("q", "k", "scores", "scores", "scores /", "none", "in place", "both")
     if where == "q":
@@ -139,7 +139,7 @@ def _scores(w: Writer, q: str, k: str, f: Frame, flat: bool) -> str:
     if rank == 1:
         ways += ["torch.bmm(q, k.transpose(1, 2))", "torch.baddbmm(q.new_zeros(1), q, k.mT, beta=0, alpha=0.5)"]
     s = w.let("s", w.pick(*ways))
-    if w.turn("keys of the wrong order") and D == f.N:
+    if w.turn("keys of the wrong order") and w.head == f.N:
         w.lines[-1] = f"{s} = q @ k"
     elif w.turns == ["keys of the wrong order"]:
         w.turns.clear()

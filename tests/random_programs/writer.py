@@ -57,6 +57,7 @@ class Writer:
     wrong: bool = False
     named: int = 0
     differentiable: bool = True
+    head: int = 0
 
     def pick(self, *choices):
         return self.r.choice(choices)
