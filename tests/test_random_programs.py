@@ -20,7 +20,7 @@ def test_most_are_fused():
     programs = [write(random.Random(seed)) for seed in range(30)]  # the first of `python -m tests.random_programs`
     valid = [p for p in programs if p.valid]
     assert 15 <= len(valid) <= 27
-    assert sum(check(p).fused for p in valid) >= 0.9 * len(valid)
+    assert sum(check(p).fused for p in valid) >= 0.8 * len(valid)
 
 
 def test_a_seed_says_the_whole_program():
