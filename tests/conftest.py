@@ -6,3 +6,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch
     torch.set_num_threads(1)
+
+LONGEST = ("test_simulator.py", "test_interpreter.py")
+"""Each of their tests is a process that takes a minute or two: started last, one would run alone at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
