@@ -90,10 +90,10 @@ def _blanked(vg: ValueGraph, v: Value, side: int, position: int, inside: list[Va
     vg.forget_users()
     if found is None or changed.grad != v.grad or found.of.dtype != changed.dtype or not _softmax_above(found.of):
         return []
-    named = changed.args[1 if changed.name.startswith("masked_fill") else 0]
-    while named.name in VIEWS and named.name not in ("slice.Tensor", "select.int") or named.name in ("logical_not.default", "bitwise_not.default"):
-        named = named.args[0]
-    if named in upstream(found.of):
+    mask = changed.args[1 if changed.name.startswith("masked_fill") else 0]
+    while mask.name in VIEWS and mask.name not in ("slice.Tensor", "select.int") or mask.name in ("logical_not.default", "bitwise_not.default"):
+        mask = mask.args[0]
+    if mask in upstream(found.of):
         return []
     new = _factored(vg, v, side, position, inside, found.of, found.condition, lambda make, x, seen: make(aten.where.ScalarOther, seen, x, 0.0), for_keys=False)
     vg.blanked.update(new)
@@ -186,7 +186,7 @@ def _views_below(vg: ValueGraph, v: Value) -> list[Value]:
 
 
 def _softmax_above(v: Value) -> bool:
-    """Does `v` come from a softmax through views, casts, dropout and what is linear in the weights?"""
+    """Does `v` come from a softmax through views, casts, dropout, NaN made 0 and what is linear in the weights?"""
     def through(x: Value) -> list[Value]:
         if softmax_of(x) is not None or not (x.name in VIEWS or is_rounding(x) or x.name in DROPOUTS or x.name in LINEAR or x.name == "nan_to_num.default"):
             return []

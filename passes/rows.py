@@ -34,12 +34,12 @@ def _holds(condition: Expr) -> bool:
     return is_const(condition, True) or isinstance(condition, Call) and condition.op == "le" and is_const(condition.args[0], 0) and nonnegative(condition.args[1])
 
 
-def refuse_nan(site: Site, blanked: Container[Value], score: Expr, surely: list[Expr] | None, puller: Puller) -> None:
+def refuse_nan(site: Site, blanked: Container[Value], score: Expr, conditions: list[Expr] | None, puller: Puller) -> None:
     """Raises Refused where queries were blanked behind the product (`linear`) and may be NaN there: set to 0 in front of it, their weights give v no gradient.
 
-    surely    conditions of what may leave a row NaN that hides all of its keys; None if they are not all known
+    conditions  where keys are visible to each mask that leaves a row NaN of which it hides all keys; None if not all such masks are known
     """
     infinite = any(isinstance(x, Const) and isinstance(x.value, float) and not math.isfinite(x.value) for x in walk(score))
-    if site.out in blanked and (infinite or surely is None or not every_row_sees(normal_condition(conjunction(surely), puller), puller.extents)):
+    if site.out in blanked and (infinite or conditions is None or not every_row_sees(normal_condition(conjunction(conditions), puller), puller.extents)):
         raise Refused("queries are blanked after the softmax, and a mask may hide all keys of one by -inf: its weights are NaN then", site.out,
                       "hide scores by a large negative number, or make NaN 0 (nan_to_num) after the softmax")

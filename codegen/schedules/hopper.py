@@ -161,6 +161,11 @@ def tile_view(name: str, c: Chunk, index: str, rows: str | int) -> str:
 
 # -------------------------------------------------------------------------------------------------------- tile order
 
+def bound_text(program: Program, e: Expr) -> str:
+    """A bound of a mask's range, as 32-bit numbers whatever data it reads."""
+    return f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
+
+
 def segments(found: Bounds, program: Program, out: Writer, x: str, block: str, size: str, padded: bool, nonempty: bool,
              override: str = "") -> str:
     """Assign start and stop, between which all tiles are visited, and what else the returned condition of a partial tile needs.
@@ -174,7 +179,7 @@ def segments(found: Bounds, program: Program, out: Writer, x: str, block: str, s
         out.assign("start", "0")
         out.assign("stop", size)
         return "" if padded else f"{x}0 + {block} > {size}"
-    text = lambda e: f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
+    text = lambda e: bound_text(program, e)
     out.assign("start", "0" if found.lo == Const(0) else f"{text(found.lo)} // {block} * {block}", "tiles outside [start, stop) are hidden")
     out.assign("stop", text(found.hi))
     conditions = []

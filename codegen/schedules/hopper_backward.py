@@ -25,7 +25,7 @@ from .hopper_keys import adds_apart, by_hand, each_step, each_tile, frees_late, 
 from .hopper_keys import has_single_do, is_wide, reserve_numbers, slot_of_last, worked_out
 from .relative import ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import last_of_tile
-from .hopper_past import bounds_of_half, go_past
+from .hopper_past import hand_over_zeros, steps_of_half
 from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads
 from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, multiplies_beside, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_short, store_short_rows
 from .hopper_steps import unless_short, view_rows
@@ -233,8 +233,8 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
                 out.assign(f"{letter}{c.suffix}", tile_view(f"{letter}_tile", c, "own", HALF) + held)
                 out.assign(f"d{letter}{c.suffix}", f"gl.zeros([{HALF}, {c.width}], gl.float32, d{letter}_layout{c.suffix})")
         start_ends(site, out, f"gl.zeros([{HALF}], gl.float32, keywise)")
-        steps = bounds_of_half(site, out)
-        go_past(site, out, "front")
+        steps = steps_of_half(site, out)
+        hand_over_zeros(site, out, "front")
         with each_step(site, out, *steps):
             for letter, name, found in (("q", "q", site.qk_chunks), ("do", "do", site.v_chunks)):
                 for c in found:
@@ -259,7 +259,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
                 out.line("mbarrier.arrive(rows_empty.index(slot), count=1)")
             if others:
                 flush_ends(site, out, "tile * 2 + PART", f"gl.zeros([{HALF}], gl.float32, keywise)")
-        go_past(site, out, "back")
+        hand_over_zeros(site, out, "back")
         keys_at(site, out, 4)
         if not others:
             store_ends(site, out, "tile * 2 + PART")

@@ -98,7 +98,7 @@ def sees_ends_late(site: Site) -> bool:
     return is_split(site) or is_told_before(site) or len(site.qk_chunks) + len(site.v_chunks) > 2
 
 
-def past_of(spec: AttentionSpec, head: int, listed: bool, documents: bool) -> list[str]:
+def goes_past_of(spec: AttentionSpec, head: int, listed: bool, documents: bool) -> list[str]:
     """What is told of a tile of keys to halves that go past rows (`hopper_past`). front: how many steps the second one does before its first; back: the first one behind
     its last. Beside the products alone nothing is gained: one half is a step ahead then, and its rows have to stay (causal, head size 64, 1 % faster to 2 slower)."""
     found, moves = bounds(spec.visible, "i"), lambda e: bool({Var("j0"), Var("j1")} & e.leaves) and rises(e)
@@ -108,9 +108,9 @@ def past_of(spec: AttentionSpec, head: int, listed: bool, documents: bool) -> li
     return ["front"] * moves(found.lo) + ["back"] * (moves(found.hi) and not listed)
 
 
-def past(site: Site) -> list[str]:
-    """As `past_of`."""
-    return past_of(site.spec, max(site.D, site.Dv), site.listed, site.documents)
+def goes_past(site: Site) -> list[str]:
+    """As `goes_past_of`."""
+    return goes_past_of(site.spec, max(site.D, site.Dv), site.listed, site.documents)
 
 
 def key_tiles(site: Site) -> int:
@@ -189,7 +189,7 @@ def reserve_numbers(site: Site, out: Writer) -> None:
 
 def _keys_told(site: Site) -> list[str]:
     """Numbers that the warp that copies tells of a tile of keys."""
-    return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v")), *(["before"] if is_told_before(site) else []), *past(site),
+    return ["tile", "steps", "nth", "y", *map(local, site.axes_of("k", "v")), *(["before"] if is_told_before(site) else []), *goes_past(site),
             *(["j0", "key_end"] if site.documents else [])]
 
 

@@ -22,7 +22,7 @@ from ..ranges import bounds
 from ..reads import averages
 from .hopper import is_laden
 from .hopper_captured import mask_loads, outermost, shares
-from .hopper_keys import past_of
+from .hopper_keys import goes_past_of
 from .hopper_locate import by_host, takes_key_tiles, takes_row_tiles, tells, visits_together
 from .hopper_vectors import WORDS, compared, groups, vector_bytes, vectors, shares_words
 
@@ -129,7 +129,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     documents = takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed, stored)
     pairs = paired and any({"i", "j"} <= load.variables for load in spec.visible.loads)
     before = not split and (spec.dropout > 0 or pairs)  # as `hopper_keys` says
-    by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents + len(past_of(spec, max(problem.D, problem.Dv), listed, documents))
+    by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents + len(goes_past_of(spec, max(problem.D, problem.Dv), listed, documents))
     told = keys * by_key, 2 * stages * (1 + bool(others or paired) + len(others) + documents)
     found += [(NUMBER * number, 16) for number in told]
     return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, paired, stored, listed, documents, turns), 8), (12 if split else 4, 4)])

@@ -9,39 +9,39 @@ from ...expr import Const, Var, call, substitute
 from ..parts import Site, tiles_name
 from ..program import Program
 from ..writer import Writer
+from .hopper import bound_text
 from .hopper_dq import ds_tile
+from .hopper_keys import HALF, end_step, frees_late, goes_past, number, slot_of
 from .hopper_lists import tile_start
-from .hopper_keys import HALF, end_step, frees_late, number, past, slot_of
 
 
 def count_past(site: Site, out: Writer) -> None:
     """Of the warp that copies: behind start, stop and count of a tile of keys."""
-    told, program = past(site), Program(site.spec, out.section(), inner="i")
-    text = lambda e: f"tl.cast({program.value(e)}, tl.int32)" if e.loads else program.value(e)
+    told, program = goes_past(site), Program(site.spec, out.section(), inner="i")
     half = call("add", Var("j0"), Const(HALF))
     if "front" in told:
-        first = text(substitute(site.by_keys.lo, {Var("j0"): half}))
+        first = bound_text(program, substitute(site.by_keys.lo, {Var("j0"): half}))
         why = "those that see the first half alone"
         if site.listed:
             out.assign("front", f"({tile_start(site, 'i', '0')} + BLOCK_M <= {first}).to(tl.int32)", f"{why}: the first, if any")
         else:
             out.assign("front", f"tl.minimum({first} // BLOCK_M - start // BLOCK_M, count)", why)
     if "back" in told:
-        last = text(substitute(site.by_keys.hi, {Var("j1"): call("minimum", Var("j1"), call("sub", half, Const(1)))}))
+        last = bound_text(program, substitute(site.by_keys.hi, {Var("j1"): call("minimum", Var("j1"), call("sub", half, Const(1)))}))
         out.assign("back", f"tl.maximum(count - tl.cdiv(tl.maximum({last} - start, 0), BLOCK_M), 0)", "those that see the second")
 
 
-def bounds_of_half(site: Site, out: Writer) -> tuple[str, str]:
+def steps_of_half(site: Site, out: Writer) -> tuple[str, str]:
     """The steps of a half: the first, and the one behind the last."""
-    told = past(site)
+    told = goes_past(site)
     for name in told:
         out.assign(name, number(site, name, 4))
     return "before + front * PART" if "front" in told else "before", "end - back * (1 - PART)" if "back" in told else "end"
 
 
-def go_past(site: Site, out: Writer, where: str) -> None:
-    """Those at the "front" or at the "back" that the half has nothing of."""
-    if where not in past(site):
+def hand_over_zeros(site: Site, out: Writer, where: str) -> None:
+    """dS of the steps at the "front" or at the "back" that the half goes past."""
+    if where not in goes_past(site):
         return
     dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
     part, steps = (1, "before, before + front") if where == "front" else (0, "end - back, end")

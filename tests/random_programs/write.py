@@ -191,6 +191,8 @@ def _weigh(w: Writer, s: str, v: str, f: Frame, flat: bool, E: int) -> str:
     if w.chance(0.08):  # queries blanked
         seen = w.condition("seen", f.M)
         p = w.let("p", w.pick(f"{p}.masked_fill(~{seen}[:, None], 0.0)", f"torch.where({seen}[:, None], {p}, 0.0)"))
+        if any("visible" in text for text in w.lines):
+            w.turns.append("queries blanked that a mask may leave NaN")
     rank = 1 if flat else f.rank
     letters = "".join(w.r.sample(string.ascii_lowercase, rank + 3))
     b, i, j, d = letters[:rank], *letters[rank:]
