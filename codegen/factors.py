@@ -44,23 +44,6 @@ def gathered(score: Expr) -> Expr:
     return Call("mul", (a, Const(factor)))
 
 
-def by_vectors(score: Expr) -> Expr:
-    """The same score with differences of positions converted as two vectors, not element by element, which takes as long as an exponential.
-    Below 2**23 the positions and their difference are exact in float32.
-
-    before -> after: to_float(j - i + 1) -> to_float(j) + to_float(-i + 1)
-    """
-    if not isinstance(score, Call):
-        return score
-    if score.op != "to_float" or not {"i", "j"} <= score.variables:
-        return Call(score.op, tuple(by_vectors(a) for a in score.args))
-    terms, constant = linear(score.args[0])
-    if any(abs(c) != 1 or x not in map(Var, "ijMN") for x, c in terms.items()) or abs(constant) > 2 ** 20:
-        return score
-    parts = unlinear({Var("j"): terms.pop(Var("j"))}, 0), unlinear(terms, constant)
-    return Call("add", tuple(Call("to_float", (part,)) for part in parts))
-
-
 def split_factor(e: Expr) -> tuple[Expr, float]:
     """A derivative as (rest, constant): the constant multiplies the finished gradient once instead of every element."""
     factor = 1.0

@@ -12,9 +12,10 @@ from typing import Iterable, Mapping, Sequence
 from .named import HANDED, NAMED, TURNS
 from .philox import ROUNDS
 from .program import HELPERS, NATIVE_TANH, is_called
+from .ramp import RAMP
 from .running import RUNNING
 from .tickets import TICKETS
-from .within import WITHIN
+from .within import IS_ROW_BY_ROW, WITHIN
 from .writer import Kernel, Writer, wrapped
 
 SIGMOID = '''@triton.jit
@@ -242,6 +243,16 @@ def late(size, now):
     return gl.inline_asm_elementwise(text, "=r,r,r", [size, now], gl.int32, is_pure=True, pack=1)'''
 
 
+WIDENED = '''@gluon.jit
+def widened(tile):
+    """A tile of 16 bits in float32. Two neighbours of bfloat16 lie in one register, and of the upper one the compiler makes two
+    instructions."""
+    if tile.dtype == gl.bfloat16:
+        text: gl.constexpr = "{ .reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b; }"
+        return gl.inline_asm_elementwise(text, "=f,=f,r", [tile], gl.float32, is_pure=True, pack=2)
+    return tile.to(gl.float32)'''
+
+
 APART = '''@gluon.jit
 def apart(values, one):
     """The most that any of some integers differs from `one`: 0 not at all, 1 in the low word alone, 2 in the high one. The
@@ -291,8 +302,8 @@ def store_rows(tile, cells, stride, row, end, COLUMNS: gl.constexpr, WARPS: gl.c
         gl.store(places, tile.slice(first, STEP).load(layout), mask=inside)'''
 
 
-CALLED = {"random_bits": KEEP_TILE, "apart": APART, "marked_by_keep": MARK, "late": LATE, "threads_of": RUNNING, "within": WITHIN, "await_turn": TURNS,
-          "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE, "store_rows": STORE_ROWS, "leave_rows": HANDED}
+CALLED = {"random_bits": KEEP_TILE, "apart": APART, "marked_by_keep": MARK, "late": LATE, "threads_of": RUNNING, "within": WITHIN, "ramp": RAMP, "await_turn": TURNS,
+          "widened": WIDENED, "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE, "store_rows": STORE_ROWS, "leave_rows": HANDED}
 """A function that generated text calls -> what defines it and others beside it."""
 
 
@@ -301,7 +312,8 @@ def helpers(text: str) -> list[str]:
     table = HELPERS | {"tanh": NATIVE_TANH, "sigmoid": SIGMOID}
     found = [in_gluon(definition) for name, definition in table.items() if is_called(text, f"gluon_{name}")]
     found += [definition for name, definition in CALLED.items() if is_called(text, name)]
-    return [NAMED, *found] if any(is_called(definition, "named_barrier") for definition in found) else found
+    calls = lambda name: any(is_called(definition, name) for definition in found)
+    return [definition for name, definition in {"named_barrier": NAMED, "is_row_by_row": IS_ROW_BY_ROW}.items() if calls(name)] + found
 
 
 def words_of(text: str) -> set[str]:

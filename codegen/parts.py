@@ -9,7 +9,7 @@ from typing import Iterable, Sequence
 from ..expr import BOOL, Call, Expr, Load, conjuncts
 from ..spec import AttentionSpec
 from . import captured
-from .factors import by_vectors, gathered, peel
+from .factors import gathered, peel
 from .program import local, pointer, stride
 from .ranges import Bounds, bounds, never_empty, not_behind
 from .writer import Writer
@@ -136,9 +136,8 @@ class Site:
 
     @cached_property
     def score(self) -> Expr:
-        """As the kernels compute it. Positions as vectors pay at head size 128 in the Hopper kernels (ALiBi 5 % faster, at 64 6 % slower); others spill."""
-        score = self.spec.score if self.float32 else gathered(self.spec.score)
-        return by_vectors(score) if self.warpgroups and (self.one_pass or not any(self.needs)) and max(self.D, self.Dv) > 64 else score
+        """As the kernels compute it."""
+        return self.spec.score if self.float32 else gathered(self.spec.score)
 
     @cached_property
     def raw(self) -> Expr:

@@ -280,7 +280,7 @@ class _Asked:
     def stored(self) -> str:
         """As `Plan.stored`."""
         needs = all_needs(self.spec) if self.needs is None else self.needs
-        return hopper_captured.storable(self.spec, self.problem, self.tiled, needs) if self.direction == "backward" else ""
+        return hopper_captured.storable(self.spec, self.problem, self.tiled, needs, deterministic()) if self.direction == "backward" else ""
 
     @functools.cached_property
     def hopper(self) -> Plan:
@@ -297,7 +297,7 @@ class _Asked:
         where = spec, self.tiled, max(problem.D, problem.Dv), self.listed
         documents = hopper_locate.takes_row_tiles(*where) if kernel == "forward" else hopper_locate.takes_key_tiles(*where, bool(self.stored))
         # of these lengths; the tiles are for a range of them
-        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, bool(self.stored), turns)
+        shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, self.stored, turns)
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,
                              best.registers, dense=self.dense, listed=self.listed, documents=documents, tiled=self.tiled, stored=self.stored, ordered=ordered, turns=turns))
 

@@ -11,6 +11,7 @@ from typing import Callable, Iterable
 
 from ..expr import BOOL, FLOAT, INT, QK, Call, Const, Expr, Load, Var, call, nonnegative, substitute, walk
 from ..spec import AttentionSpec
+from .ramp import ramp
 from .writer import Writer
 
 RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc alpha anchor raw m_new empty over weights visible keep
@@ -26,7 +27,7 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     front back Turns turn turns seen wanted previous first_before last_before added part parts share PartMax PartSum PartOut part_max part_sum part_out top sums at
     weight parts_of parts_of_rows part_k part_v shared_out combined packed_row kv kv_empty next_count start_ring before group together tile taken lanes lane is_partial is_first is_last told nth
     end work padded next_tile next_number following windows task Order begin is_earlier goes_first other others steps_at others_at mixed is_mixed tell number_at place_in phase_in keys_told rows_told locate_keys dk_tile dv_tile is_cut apart
-    lists list_length told_ring place column threads threads_of own_max own_sum across weigh_text weigh_operands weigh_kinds first_of of_threads weighed total raised grown rescaled rescale_text rescale_operands within within_text within_operands is_row_by_row await_turn pass_turn named_barrier barrier_text leave_rows await_rows own_barrier_text v_held hand_dq await_dq free_place_of_dq await_place_of_dq own_turn exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())
+    lists list_length told_ring place column threads threads_of own_max own_sum across weigh_text weigh_operands weigh_kinds first_of of_threads weighed total raised grown rescaled rescale_text rescale_operands within within_text within_operands ramp ramp_text ramp_operands widened is_row_by_row await_turn pass_turn named_barrier barrier_text leave_rows await_rows own_barrier_text v_held hand_dq await_dq free_place_of_dq await_place_of_dq own_turn exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {
@@ -98,6 +99,7 @@ class Program:
         self.known: dict[Expr, str] = {}  # values that are there before any loop
         self.others: dict[Load, str] = {}  # what loads read beyond the end, where that is not 0
         self.latest = ""  # a number of the loop, not negative: what sizes alone make is made of it too where nothing is kept, see `late`
+        self.ramps = False  # do values that rise along the columns come by the layout of the products qk? See `ramp`
         self.withholds = False  # strides until a batch index is known: their signs would be kept from before all partitions, see `late`
         self._serial: Counter = Counter() if beside is None else beside._serial
 
@@ -185,6 +187,8 @@ class Program:
 
     def _call(self, e: Call) -> str:
         dims = self.dims(e)
+        if self.ramps and len(dims) == 2 and (text := ramp(self, e)):
+            return text
         texts = []
         for a in e.args:
             text = self.value(a)

@@ -14,6 +14,9 @@ from .program import Program
 from .ranges import TILE, bounds, linear, unlinear
 from .writer import Writer
 
+IS_ROW_BY_ROW = '''@gluon.constexpr_function
+def is_row_by_row(layout, COLUMNS):
+    return type(layout).__name__ == "NVMMADistributedLayout" and layout.warps_per_cta[1] == 1 and layout.instr_shape[1] == COLUMNS'''
 WITHIN = '''@gluon.constexpr_function
 def within_text(COUNT, STARTS, HIDDEN):
     import struct
@@ -35,11 +38,6 @@ def within_text(COUNT, STARTS, HIDDEN):
 @gluon.constexpr_function
 def within_operands(COUNT, ENDS):
     return ",".join(["=f"] * COUNT + ["f"] * COUNT + ["r"] * ENDS * COUNT)
-
-
-@gluon.constexpr_function
-def is_row_by_row(layout, COLUMNS):
-    return type(layout).__name__ == "NVMMADistributedLayout" and layout.warps_per_cta[1] == 1 and layout.instr_shape[1] == COLUMNS
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from ..reads import across
 from ..writer import Kernel, Writer
 from .common import Body, has_slopes
 from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arguments
-from .hopper_captured import mask_arguments, reserve_mask, reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
+from .hopper_captured import gradient_dims, mask_arguments, reserve_mask, reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
 from .hopper_dq import HALF, add_apart, ds_tile, hand_over_dq, names, reserve_dq, sum_arguments, sum_dq
 from .hopper_keys import adds_apart, by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
 from .hopper_keys import has_single_do, is_wide, reserve_numbers, slot_of_last, worked_out
@@ -72,7 +72,7 @@ def keys_kernel(site: Site) -> Kernel:
     shape, copies = f"{keys}, BLOCK_M", "STAGES * 2" if is_split(site) else "1"
     layout = f"gl.NVMMASharedLayout.get_default_for([{shape}], {dtype})"
     if stored_load(site):
-        shape, layout = ", ".join([*["1"] * len(spec.axes), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
+        shape, layout = ", ".join([*["1"] * gradient_dims(spec, site.stored), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
     out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{copies}, {shape}], {layout})")
     if is_wide(site):
         out.assign("p_tile", f"gl.allocate_shared_memory({dtype}, [{keys}, BLOCK_M], gl.NVMMASharedLayout.get_default_for([{keys}, BLOCK_M], {dtype}))")
@@ -225,6 +225,7 @@ def _accumulate_half(site: Site, partial: str, others, tiles) -> Partition:
         out.assign("j", f"key0 + gl.arange(0, {HALF}, keywise)")
         last_of_tile(site, out, "i", f"tl.minimum(key0 + {HALF}, {'key_end' if site.documents else 'N'})")
         program = Program(spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
+        program.ramps = True
         keys_from_rings(site, program)
         body = Body(site, program, transposed=True)
         for letter, found in (("k", site.qk_chunks), ("v", site.v_chunks)):

@@ -21,7 +21,7 @@ from ..parts import Site, chunks
 from ..ranges import bounds
 from ..reads import averages
 from .hopper import is_laden
-from .hopper_captured import mask_loads, outermost, shares
+from .hopper_captured import gradient_dims, mask_loads, outermost, shares
 from .hopper_keys import goes_past_of
 from .hopper_locate import by_host, takes_key_tiles, takes_row_tiles, tells, visits_together
 from .hopper_vectors import WORDS, compared, groups, vector_bytes, vectors, shares_words
@@ -87,10 +87,10 @@ def _forward_tiles(spec: AttentionSpec, problem: Problem, m: int, n: int, stages
 
 
 def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: int, stages: int, tiled: Sequence[str] = (), listed: bool = False,
-                 stored: bool = False, turns: bool = False) -> int:
+                 stored: str = "", turns: bool = False) -> int:
     """Shared memory that the compiler takes for a kernel; an upper bound where tables get no gradient, integers have 32 bits,
     dQ is summed in order, or the spec names sizes.
-    stored: is the gradient of a captured tensor stored on the way? turns: as `Plan.turns`."""
+    stored, turns: as of `Plan`."""
     tiled = tuple(tiled)
     if kernel == "forward":
         queries = q_tiles(spec, problem, m, n, stages, tiled)
@@ -126,7 +126,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 2 if paired else 3 - single)
     found += [(BARRIER, 16)] * (2 * single)
     others = [a for a in spec.axes if a not in spec.k | spec.v]
-    documents = takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed, stored)
+    documents = takes_key_tiles(spec, tiled, max(problem.D, problem.Dv), listed, bool(stored))
     pairs = paired and any({"i", "j"} <= load.variables for load in spec.visible.loads)
     before = not split and (spec.dropout > 0 or pairs)  # as `hopper_keys` says
     by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents + len(goes_past_of(spec, max(problem.D, problem.Dv), listed, documents))
@@ -261,7 +261,7 @@ def _reads_ends(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, paired: bool, stored: bool, listed: bool,
+def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], n: int, split: bool, late: bool, paired: bool, stored: str, listed: bool,
                     documents: bool, turns: bool) -> int:
     """To the second warpgroup, the one for dQ and the warp that copies; to that and the one that adds dQ, or to that alone, where one partition multiplies. In bytes."""
     extents = dict(zip(spec.axes, problem.extents))
@@ -297,6 +297,6 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
         total += ADDRESS * pieces + pieces * q  # dQ, its tile
     if split:
         total += ADDRESS * (2 * pieces + v_pieces) + pieces * q + ADDRESS * (spec.dropout > 0)  # dQ, dK, dV; dQ's tile
-        total += ADDRESS + out if stored else _buffer(3)  # dS
+        total += ADDRESS + _buffer(3 + gradient_dims(spec, stored)) if stored else _buffer(3)  # dS
         total += (ADDRESS + _buffer(2)) * _sums(spec) + NUMBER * (_sums(spec) > 0)
     return total + NUMBER * numbers

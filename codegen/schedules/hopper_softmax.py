@@ -45,7 +45,7 @@ def speculates(site: Site) -> bool:
     if site.warpgroups == 3:
         return len(site.qk_chunks) == len(site.v_chunks) == 1
     if adds_position(site.raw):
-        return max(site.D, site.Dv) > 96 and descends(site)
+        return descends(site)
     return site.warpgroups == 2 and site.by_rows.lo == Const(0)
 
 
@@ -74,8 +74,8 @@ def rounds_early(site: Site) -> bool:
 
 
 def _is_laden(site: Site) -> bool:
-    """Is anything read at rows or keys, or computed from the key's position, or does the mask ask much of it?"""
-    return any({"i", "j"} & load.variables for load in site.spec.loads) or adds_position(site.raw) or not _asks_little(site)
+    """Is anything read at rows or keys, or does the mask ask much of the key's position?"""
+    return any({"i", "j"} & load.variables for load in site.spec.loads) or not _asks_little(site)
 
 
 def _asks_little(site: Site) -> bool:

@@ -167,6 +167,7 @@ def start_tile(site: Site, out: Writer, others) -> Body:
     if not site.documents:  # else `weights` does, where it needs it
         last_of_tile(site, out, "i", "tl.minimum(key0 + BLOCK_N, N)")
     program = Program(site.spec, out.section(), inner="i", columns="i", varying=others, nearest="" if site.whole else "j")
+    program.ramps = not is_wide(site)
     keys_from_rings(site, program)
     for c in site.qk_chunks:
         out.assign(f"dk{c.suffix}", f"gl.zeros([BLOCK_N, {c.width}], gl.float32, dk_layout{c.suffix})")

@@ -194,6 +194,10 @@ def within(tile, start, stop, HIDDEN):
     return torch.where((columns >= (0 if start is None else scalar(start))) & (columns < scalar(stop)), tile, HIDDEN)
 
 
+def ramp(tile, start, rate, STEP):
+    return (start + rate * (STEP * torch.arange(tile.shape[1]).float())).expand(tile.shape)
+
+
 def sync(*name) -> None:
     """Wait at a named barrier of the program until the other side has arrived."""
     arrived = _arrived()
@@ -227,7 +231,7 @@ def take_ticket(counter, last):
     return number
 
 
-OVERRIDES = dict(NAMED, within=within, take_ticket=take_ticket, number_on=scalar,
+OVERRIDES = dict(NAMED, within=within, ramp=ramp, widened=lambda tile: tile.float(), take_ticket=take_ticket, number_on=scalar,
                  random_bits=random_bits, key_words=lambda seed, z, j0, COLUMNS: (torch.zeros(COLUMNS // 8, dtype=torch.int64),) * 2, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),

@@ -142,9 +142,11 @@ def test_rest_of_maxima_that_rise_for_three_warpgroups(variant, most):
         check(variant, "self", "bfloat16", 64, 450, operands=rising(inputs(s, p), most))
 
 
-def test_rest_of_tiles_that_batches_share():
-    """Of five sequences and three heads: each batch index once, in an order of its own."""
-    check("shared_bias", "self", "bfloat16", 64, 160, shape={"batch": 5, "heads": 3})
+@pytest.mark.parametrize("variant, kind, head, shape", [("shared_bias", "self", 64, {"batch": 5, "heads": 3}), ("scaled_shared_bias", "gqa", 128, {"batch": 5})])
+def test_rest_of_tiles_that_batches_share(variant, kind, head, shape):
+    """Each batch index once, in an order of its own. Five add to the same gradient; of ten, which are no first axes, eight and two."""
+    check(variant, kind, "bfloat16", head, 160, shape=shape)
+    assert any("reduce_add(Captured_tiles" in Path(module.__file__).read_text() for module in triton_host._MODULES.values())
 
 
 @pytest.mark.parametrize("variant, kind, head", thinned([("dropout", "self", 112), ("bias", "gqa", 104), ("documents", "self", 112), ("causal", "gqa", 176), ("alibi", "gqa", 208)], 3))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from flashfx.codegen.factors import by_vectors, gathered, peel, span
+from flashfx.codegen.factors import gathered, peel, span
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.render import render
@@ -26,13 +26,6 @@ def test_gathered():
     show = lambda text: str(gathered(parse(text, {"u": "float"})))
     assert show("tanh(qk * 0.125 / 50.0) * 50.0") == "tanh(qk * 0.0025) * 50.0" and show("qk / 8.0") == "qk * 0.125"
     assert show("(qk + u[0]) / 4.0 * 2.0") == "(qk + u[0]) * 0.5" and show("2.0 / qk") == "2.0 / qk" and show("qk / u[0]") == "qk / u[0]"
-
-
-def test_by_vectors():
-    show = lambda text: str(by_vectors(parse(text, {"u": "float", "p": "int"})))
-    assert show("qk + u[0] * to_float(j - i + 1)") == "qk + u[0] * (to_float(j) + to_float(-i + 1))"
-    for same in ("to_float(j)", "to_float(j * 2 - i)", "to_float(p[j] - i)", "to_float(j - i + 9999999)"):
-        assert show(same) == same
 
 
 @pytest.mark.parametrize("text, low, high", [

@@ -7,8 +7,11 @@ import types
 import pytest
 import torch
 
+from flashfx.codegen.program import Program
+from flashfx.codegen.ramp import RAMP, ramp
 from flashfx.codegen.within import WITHIN, interval
-from flashfx.expr import Const, Load, Var, call
+from flashfx.codegen.writer import Writer
+from flashfx.expr import Const, Load, Var, call, parse
 from flashfx.reference import evaluate
 
 from .cases import CORE, MORE, spec
@@ -38,21 +41,21 @@ def test_other_masks_are_none(mask):
     assert interval(mask, "j") is None
 
 
-def _words(count: int, starts: bool, hidden: float) -> str:
-    """The text that `within` gives the assembler."""
+def _text(source: str, name: str, *arguments) -> str:
+    """What `within` or `ramp` gives the assembler."""
     plain = types.SimpleNamespace(constexpr_function=lambda f: f, jit=lambda f: f)
     found: dict = {"gluon": plain, "gl": types.SimpleNamespace(constexpr=None)}
-    exec(WITHIN, found)
-    return found["within_text"](count, starts, hidden)
+    exec(source, found)
+    return found[name](*arguments)
 
 
 def _run(text: str, given: dict[str, float], lane: int) -> dict[str, float]:
-    """What the few instructions of `within` leave in its registers."""
+    """What those few instructions leave in their registers."""
     signed = lambda x: (int(x) + 2 ** 31) % 2 ** 32 - 2 ** 31
     ops = {"sub.s32": lambda a, b: a - b, "add.s32": lambda a, b: a + b, "and.b32": lambda a, b: a & b, "or.b32": lambda a, b: a | b,
            "shr.s32": lambda a, b: signed(a) >> b, "shl.b32": lambda a, b: a << b if b < 32 else 0, "not.b32": lambda a: ~a, "mov.u32": lambda a: a,
            "min.u32": lambda a, b: min(a % 2 ** 32, b), "max.s32": lambda a, b: max(signed(a), b), "setp.eq.u32": lambda a, b: signed(a) == b,
-           "selp.f32": lambda a, b, p: a if p else b}
+           "selp.f32": lambda a, b, p: a if p else b, "cvt.rn.f32.s32": float, "mul.f32": lambda a, b: a * b, "fma.rn.f32": lambda a, b, c: a * b + c}
     names = dict(given) | {"%laneid": lane}
 
     def value(word: str):
@@ -72,7 +75,7 @@ def _run(text: str, given: dict[str, float], lane: int) -> dict[str, float]:
 @pytest.mark.parametrize("starts", [False, True])
 def test_a_thread_hides_its_columns_outside_each_row_s_interval(columns, starts):
     count, hidden = columns // 2, float("-inf") if starts else 0.0
-    text = _words(count, starts, hidden)
+    text = _text(WITHIN, "within_text", count, starts, hidden)
     ends = [-300, -9, -8, -1, 0, 1, 2, 3, 7, 8, 9, 30, 31, 32, 33, columns - 2, columns - 1, columns, columns + 1, 16384]
     for n, stop in enumerate(ends):
         for lane in (0, 5, 10, 31):
@@ -85,6 +88,32 @@ def test_a_thread_hides_its_columns_outside_each_row_s_interval(columns, starts)
                 column, (start, end) = e // 4 * 8 + lane % 4 * 2 + e % 2, rows[e // 2 % 2]
                 seen = column < end and (not starts or column >= start)
                 assert found[f"${e}"] == (e + 1 if seen else hidden), (rows, lane, e)
+
+
+@pytest.mark.parametrize("columns, step", [(64, 1), (128, -1), (32, 3)])
+def test_what_rises_along_a_row(columns, step):
+    count, rows = columns // 2, ((-70.5, 0.25), (11.0, -2.0))
+    given = {f"${start}": at for row, (first, rate) in enumerate(rows) for start, at in ((count + 2 * row, first), (2 * count + 2 * row, rate))}
+    for lane in (0, 5, 10, 31):
+        found = _run(_text(RAMP, "ramp_text", count, step), given, lane)
+        for e in range(count):
+            column, (first, rate) = e // 4 * 8 + lane % 4 * 2 + e % 2, rows[e // 2 % 2]
+            assert found[f"${e}"] == first + rate * step * column
+
+
+@pytest.mark.parametrize("text, along_j, along_i", [
+    ("to_float(j - i)", "ramp(qk, (tl.cast(j0 + row_term, tl.float32))[:, None], 1.0, 1)", "ramp(qk, (tl.cast(-1 * i0 + j, tl.float32))[:, None], 1.0, -1)"),
+    ("u[h] * to_float(2 * j - i + 5) * 0.5", "ramp(qk, (scalar * tl.cast(2 * j0 + row_term_2, tl.float32))[:, None], scalar, 2)", ", scalar, -1)"),
+    ("to_float(abs(i - j)) * u[h]", "(u_value * tl.abs(ramp(qk, (tl.cast(-1 * j0 + i, tl.float32))[:, None], 1.0, -1)))", ", 1.0, 1)"),
+    ("u[i] * to_float(j - i)", "ramp(qk, (u_value * ", ""), ("to_float(j * i)", "", ""), ("to_float(j // 2 - i)", "", "ramp"), ("to_float(minimum(j - i, 3))", "", ""),
+    ("to_float(j <= i)", "", ""), ("qk * to_float(j - i)", "", "")])
+def test_ramps(text, along_j, along_i):
+    for columns, inner, expected in (("j", "j", along_j), ("i", "i", along_i)):
+        out = Writer()
+        program, e = Program(spec(CORE["full"], "self"), out, inner, columns), parse(text, {"u": "float"})
+        program.enter(out, [e], "ij")
+        found = ramp(program, e)
+        assert expected in found and bool(expected) == bool(found), found
 
 
 @pytest.mark.parametrize("name", [*CORE, *MORE])
