@@ -191,9 +191,9 @@ class Program:
             return text
         texts = []
         for a in e.args:
-            text = self.value(a)
-            if len(dims) == 2:
-                text = self.spread(text, self.dims(a))
+            text = ramp(self, a) if self.ramps and len(dims) == 2 and self.dims(a) == {self.columns} else ""
+            if not text:
+                text = self.spread(self.value(a), self.dims(a)) if len(dims) == 2 else self.value(a)
             if e.row.cost == "mufu" and a.kind != FLOAT:
                 text = f"tl.cast({text}, tl.float32)"
             texts.append(text)

@@ -6,9 +6,10 @@ multiplication with a constant and addition. Compared with that, a difference of
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..expr import Call, Const, Expr, Var, call
+from ..expr import QK, Call, Const, Expr, Load, Var, call
 from .ranges import linear, unlinear
 
 if TYPE_CHECKING:
@@ -45,30 +46,56 @@ def ramp(tile, start, rate, STEP: gl.constexpr):
     return gl.inline_asm_elementwise(text, operands, [zeros + start, zeros + rate], gl.float32, is_pure=True, pack=COUNT)'''
 
 
+@dataclass(frozen=True)
+class Ramp:
+    """rate * to_float(step * column + rest), or of the absolute value of that number."""
+
+    rate: Expr
+    step: int
+    rest: Expr
+    is_distance: bool
+
+
+def ramp_of(e: Expr, column: str) -> Ramp | None:
+    """A value that depends on the column ("i" or "j") as such a ramp, if it is one.
+
+    before -> after: slope[h] * to_float(j - i) -> Ramp(slope[h], 1, -i, False); to_float(abs(j - i)) -> Ramp(1.0, 1, -i, True)
+    """
+    others, numbers = [], []
+    for factor in _factors(e):
+        (numbers if isinstance(factor, Call) and factor.op == "to_float" and column in factor.variables else others).append(factor)
+    if len(numbers) != 1 or any(column in x.variables for x in others):
+        return None
+    number = numbers[0].args[0]
+    is_distance = isinstance(number, Call) and number.op == "abs"
+    terms, constant = linear(number.args[0] if is_distance else number)
+    step, rest = terms.pop(Var(column), 0), unlinear(terms, constant)
+    if not step or column in rest.variables:
+        return None
+    return Ramp(functools.reduce(lambda a, b: call("mul", a, b), others, Const(1.0)), step, rest, is_distance)
+
+
+def is_ramped(e: Expr, column: str) -> bool:
+    """Does a value depend on the column by products, loads and such ramps alone?"""
+    return column not in e.variables or isinstance(e, Load) or e == QK or ramp_of(e, column) is not None or isinstance(e, Call) and all(is_ramped(a, column) for a in e.args)
+
+
 def ramp(program: Program, e: Expr) -> str:
-    """Text of a value that has an element for every row and key, if it is such a ramp, or the absolute value of one, else "".
+    """Text of a value that depends on the column, spread over the tile, if it is such a ramp, else "".
 
     before -> after: slope[h] * to_float(j - i) -> ramp(qk, (slope_value * tl.cast(j0 + row_term, tl.float32))[:, None], slope_value, 1)
     """
-    column, others, numbers = program.columns, [], []
-    for factor in _factors(e):
-        (numbers if isinstance(factor, Call) and factor.op == "to_float" and column in program.dims(factor) else others).append(factor)
-    if len(numbers) != 1 or any(column in program.dims(x) for x in others):
+    found = ramp_of(e, program.columns)
+    if found is None:
         return ""
-    number, rate = numbers[0].args[0], functools.reduce(lambda a, b: call("mul", a, b), others, Const(1.0))
-    distance = isinstance(number, Call) and number.op == "abs"
-    terms, constant = linear(number.args[0] if distance else number)
-    step, rest = terms.pop(Var(column), 0), unlinear(terms, constant)
-    if not step or column in program.dims(rest):
-        return ""
-    first = f"{column}0" if step == 1 else f"{step} * {column}0"
-    start = f"tl.cast({first} + {program.value(rest)}, tl.float32)"
-    if distance or not others:
-        text = f"ramp(qk, {program.spread(f'({start})', program.dims(e) - {column})}, 1.0, {step})"
-        text = f"tl.abs({text})" if distance else text
-        return f"({program.tile(rate)} * {text})" if others else text
-    start = f"({program.value(rate)} * {start})"
-    return f"ramp(qk, {program.spread(start, program.dims(e) - {column})}, {program.tile(rate)}, {step})"
+    first, dims = f"{program.columns}0", program.dims(e) - {program.columns}
+    start = f"tl.cast({first if found.step == 1 else f'{found.step} * {first}'} + {program.value(found.rest)}, tl.float32)"
+    if found.is_distance or found.rate == Const(1.0):
+        text = f"ramp(qk, {program.spread(f'({start})', dims)}, 1.0, {found.step})"
+        text = f"tl.abs({text})" if found.is_distance else text
+        return text if found.rate == Const(1.0) else f"({program.tile(found.rate)} * {text})"
+    start = f"({program.value(found.rate)} * {start})"
+    return f"ramp(qk, {program.spread(start, dims)}, {program.tile(found.rate)}, {found.step})"
 
 
 def _factors(e: Expr) -> list[Expr]:

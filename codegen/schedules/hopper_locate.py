@@ -9,6 +9,7 @@ from ..captured import ends
 from ..gluon import Partition
 from ..parts import Site, chunks, count, decode
 from ..program import Program, local
+from ..ramp import is_ramped
 from ..ranges import Bounds, bounds, linear
 from .forward import heavy_last
 from .hopper import ROWS, is_crowded, is_laden, place_of, segments, takes_three
@@ -157,7 +158,7 @@ def descends(site: Site) -> bool:
     `speculates`: H200, head size 64, N = 1k, 4k, 16k, 4, 7, 6 % faster.
     """
     found, head = site.by_rows, max(site.D, site.Dv)
-    rises = adds_position(site.raw) and not found.is_total
+    rises = adds_position(site.raw) and not found.is_total and (head > 96 or is_ramped(site.raw, "j"))
     if site.listed or site.warpgroups == 2 and not rises and (head <= 96 or Var("j") in site.raw.leaves):
         return False
     return not site.hides_beyond if found.is_total else cuts_last(found, ROWS if narrows(site) else ROWS * site.warpgroups, site.columns)

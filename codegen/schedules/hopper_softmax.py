@@ -6,6 +6,7 @@ from ..factors import span
 from ..parts import LOG2E, Site
 from ..philox import threshold
 from ..program import Program
+from ..ramp import is_ramped
 from ..within import hidden_outside, interval
 from ..writer import Writer
 from .ends import ended, warpgroup_score
@@ -45,7 +46,7 @@ def speculates(site: Site) -> bool:
     if site.warpgroups == 3:
         return len(site.qk_chunks) == len(site.v_chunks) == 1
     if adds_position(site.raw):
-        return descends(site)
+        return descends(site) and is_ramped(site.raw, "j")  # else up to 292 bytes spilled
     return site.warpgroups == 2 and site.by_rows.lo == Const(0)
 
 
@@ -74,8 +75,8 @@ def rounds_early(site: Site) -> bool:
 
 
 def _is_laden(site: Site) -> bool:
-    """Is anything read at rows or keys, or does the mask ask much of the key's position?"""
-    return any({"i", "j"} & load.variables for load in site.spec.loads) or not _asks_little(site)
+    """Is anything read at rows or keys, or made of the key's position but by a `ramp`, or does the mask ask much of it?"""
+    return any({"i", "j"} & load.variables for load in site.spec.loads) or not is_ramped(site.raw, "j") or not _asks_little(site)
 
 
 def _asks_little(site: Site) -> bool:

@@ -40,6 +40,7 @@ MORE = {
                              empty="mean, additive over bias[b, h, i, j] > (-2.5)"),
     "padded_bias": Variant(("bias: float[3]", "pad: bool[2]"), score="qk + bias[h, i, j]", where="pad[b, j]", empty="mean, additive"),
     "alibi": Variant(("slope: float[1]",), score="qk * 0.125 + slope[h] * to_float(j - i)", where="j <= i"),
+    "alibi_by_key": Variant(("slope: float[1]",), score="qk * 0.125 + slope[h] * to_float(j - N + 1)", where="j <= i"),
     "distances": Variant(("slope: float[1]", "tilt: float[1]"), score="qk * 0.125 - slope[h] * to_float(abs(j - i + 3)) * 0.2 + tilt[i] * to_float(2 * j - i) * 0.1"),
     "t5_table": Variant(("table: float[2]",), score="qk + table[minimum(maximum(j - i + 4, 0), 8), h]"),
     "relative": Variant(("rel: float[2]",), score="qk * 0.125 + rel[h, j - i + M - 1]"),

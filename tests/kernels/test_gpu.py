@@ -151,6 +151,16 @@ def test_gradients_of_captured_tensors_warp_specialised(variant, kind, head, len
 
 
 @HOPPER
+@pytest.mark.parametrize("variant, kind, head, length, batch", [("shared_bias", "self", 64, 328, 9), ("scaled_shared_bias", "gqa", 128, 256, 5), ("shared_bias", "self", 32, 256, 70),
+                                                                ("two_shared_biases", "self", 64, 512, 16), ("shared_bias", "cross", 96, 1024, 3)])
+def test_gradients_that_batch_indices_add_to(variant, kind, head, length, batch):
+    s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=length, N=length, batch=batch)
+    with overridden(schedule="hopper"):
+        assert make_plan(s, p, gpu.current("cuda"), "backward").stored == "bias"
+        run(s, p, "cuda").within_budget()
+
+
+@HOPPER
 @pytest.mark.parametrize("where", PAST)
 @pytest.mark.parametrize("head, length", [(64, 1024), (64, 1000), (32, 2100), (48, 130)])
 def test_halves_that_go_past_rows(where, head, length):
