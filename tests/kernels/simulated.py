@@ -167,7 +167,7 @@ def test_rest_of_wide_heads(variant, kind, head, value_head, length):
     check(variant, kind, ("bfloat16", "float16")[length % 2], head, length, shape={"Dv": value_head})
 
 
-@pytest.mark.parametrize("variant, kind, head", thinned([("full", "self", 64), ("causal", "gqa", 128), ("window", "self", 64), ("bias", "self", 128),
+@pytest.mark.parametrize("variant, kind, head", thinned([("full", "self", 64), ("causal", "gqa", 128), ("window", "self", 64), ("shared_bias", "self", 128),
                                                  ("dropout", "gqa", 64), ("prefix", "self", 128), ("causal", "self", 256), ("full", "gqa", 192)], 3))
 def test_rest_of_ordered(variant, kind, head):
     torch.use_deterministic_algorithms(True)

@@ -268,7 +268,7 @@ def test_both_schedules_drop_the_same_weights(head, length, kind):
 
 @HOPPER
 @pytest.mark.parametrize("head, length", [(64, 2048), (128, 2048), (80, 700)])
-@pytest.mark.parametrize("variant, kind", [("full", "self"), ("causal", "gqa"), ("window", "self"), ("bias", "self"), ("dropout", "gqa"), ("prefix", "self")])
+@pytest.mark.parametrize("variant, kind", [("full", "self"), ("causal", "gqa"), ("window", "self"), ("bias", "self"), ("dropout", "gqa"), ("prefix", "self"), ("shared_bias", "self")])
 def test_an_ordered_backward_repeats_bit_for_bit(variant, kind, head, length):
     s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=length, heads=8)
     torch.use_deterministic_algorithms(True)
