@@ -22,7 +22,7 @@ from flashfx.region import Problem
 from flashfx.spec import AttentionSpec
 
 from ..thinning import thinned
-from .cases import CORE, MORE, spec as spec_of
+from .cases import CORE, MORE, problem, spec as spec_of
 
 pytest.importorskip("triton.backends.nvidia.compiler")
 if interpreting():
@@ -208,13 +208,15 @@ def test_shared_memory_where_heads_take_turns(turn, found):
 MADE_OF = {  # what a spec is made of -> (axes of q, axes of k, captured tensor, score, mask)
     "two": ("b, h", "b, h", "", "qk", ""), "upper": ("b, h", "b, h", "", "qk", "i <= j"), "three": ("b, h, g", "b, h", "", "qk", "j <= i"),
     "one": ("b", "b", "", "qk", ""),
-    "bias": ("b, h", "b, h", "t: float[3]", "qk + t[h, i, j]", ""), "by head": ("b, h", "b, h", "t: float[2]", "qk + t[b, h]", "j <= i")}
+    "bias": ("b, h", "b, h", "t: float[3]", "qk + t[h, i, j]", ""), "by head": ("b, h", "b, h", "t: float[2]", "qk + t[b, h]", "j <= i"),
+    "shared": ("b, h, g", "b, h", "t: float[3]", "qk + t[h, i, j]", ""), "of all": ("b, h", "b, h", "t: float[2]", "qk + t[i, j]", "j <= i")}
 
 
 @pytest.mark.parametrize("kind, extents, length, head, v_head, trained", [
     ("two", (1, 1), 512, 128, 128, False), ("two", (3, 5), 500, 64, 64, False), ("upper", (1, 3), 512, 64, 32, False),
     ("three", (3, 1, 5), 512, 72, 72, False),
-    ("one", (7,), 500, 128, 64, False), ("bias", (2, 5), 512, 64, 64, True), ("by head", (2, 5), 512, 64, 64, False)])
+    ("one", (7,), 500, 128, 64, False), ("bias", (2, 5), 512, 64, 64, True), ("by head", (2, 5), 512, 64, 64, False),
+    ("shared", (3, 2, 5), 512, 64, 64, True), ("shared", (3, 2, 5), 512, 128, 128, True), ("of all", (2, 5), 512, 64, 64, True), ("of all", (1, 5), 512, 96, 96, True)])
 def test_what_partitions_are_handed(kind, extents, length, head, v_head, trained):
     """Extents of 1, lengths that are no multiples of tiles, unequal head sizes, stored gradients: partitions of the Hopper pair are handed more or less."""
     q, k, given, score, where = MADE_OF[kind]
@@ -278,3 +280,14 @@ def test_shared_memory_of_the_pair_everywhere(head, turn, variant, kind):
 def test_shared_memory_of_further_specs_everywhere(turn, found):
     for at, head in enumerate((found.head, *HEADS)):
         check_some(replace(found, head=head), 6, turn + at, ("triton",))
+
+
+@pytest.mark.parametrize("batch, length, ordered, stored", [(64, 4096, False, True), (65, 4096, False, False), (512, 256, False, True), (8, 4096, True, True), (9, 4096, True, False)])
+def test_copies_of_a_gradient_that_batch_indices_share(batch, length, ordered, stored):
+    """Eight at most, or as many as take no more memory than q, k, v and dO; in a fixed order each batch index has its own."""
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        plan = make_plan(spec_of(MORE["shared_bias"]), problem("self", 64, "bfloat16", M=length, batch=batch), BY_ARCH["sm_90"], "backward")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bool(plan.stored) == stored
