@@ -35,7 +35,7 @@ def product() -> list[tuple[str, str, str, int, int]]:
     return [(v, kind, dtype, HEADS[n % 5], (37, 45, 21)[n // 5 % 3]) for n, (v, kind, dtype) in enumerate(points)]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(product(), 7))
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(product(), 11))
 def test_product(variant, kind, dtype, head, length):
     with overridden(**TILES[(head + length) % 3]):
         run(spec(CORE[variant], kind), problem(kind, head, dtype, M=length, batch=1)).within_budget()
@@ -117,7 +117,7 @@ WIDE = (dict(forward=(64, 32, 4, 1), keys=(32, 64, 4, 1), rows=(64, 32, 4, 1), d
 LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, length", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], (290, 256)[n % 2]) for n, v in enumerate(LISTED)], 3))
+@pytest.mark.parametrize("variant, kind, dtype, length", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], (290, 256)[n % 2]) for n, v in enumerate(LISTED)], 5))
 def test_listed(variant, kind, dtype, length):
     """Tiles from lists of blocks of 128 x 128 and 64 x 128: with tails, and with lengths that every tile divides (no bounds checks)."""
     with overridden(**WIDE[length == 256]):
@@ -292,7 +292,7 @@ def split(s, p, tiles, parts, operands=None, lists=None):
         return launch.forward(s, q, k, v, aux, seed, sizes, lists)
 
 
-@pytest.mark.parametrize("variant, kind, dtype, lengths", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], DECODING[n % 5]) for n, v in enumerate(SPLIT)], 4))
+@pytest.mark.parametrize("variant, kind, dtype, lengths", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], DECODING[n % 5]) for n, v in enumerate(SPLIT)], 7))
 def test_split(variant, kind, dtype, lengths):
     """Against float64, and the log-sum-exp against that of one part."""
     M, N, parts = lengths

@@ -81,7 +81,7 @@ LEAVES = [(visible, *shape) for visible in ("(j <= i) & (doc[b, i] == doc[b, j])
           for shape in ((700, 700), (515, 900), (900, 260), (129, 129), (1, 700))]
 
 
-@pytest.mark.parametrize("visible, M, N", [pytest.param(*case, marks=[] if n in (0, 6, 17) else pytest.mark.slow) for n, case in enumerate(LEAVES)])
+@pytest.mark.parametrize("visible, M, N", [pytest.param(*case, marks=[] if n in (6, 18) else pytest.mark.slow) for n, case in enumerate(LEAVES)])
 def test_what_documents_leave(visible, M, N):
     """Tiles of rows follow each other, BLOCK rows at most; so do tiles of keys. What each names holds all that is visible, and no more where it says in full."""
     given = "given doc: int[2]" + "; given seg: int[1]" * ("seg" in visible)

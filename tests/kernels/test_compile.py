@@ -118,7 +118,7 @@ def test_heads_that_are_multiples_of_eight_build_without_spilling(arch, head, va
 @pytest.mark.parametrize("arch, head, variant, kind", thinned([
     ("sm_80", 144, "causal", "gqa"), ("sm_80", 136, "bool_mask", "gqa"), ("sm_80", 160, "softcap", "gqa"), ("sm_80", 144, "dropout", "self"), ("sm_80", 160, "bias", "self"),
     ("sm_100", 160, "causal", "self"), ("sm_100", 144, "dropout", "gqa"), ("sm_100", 136, "documents", "self"), ("sm_100", 256, "mean_left_padding", "self"),
-    ("sm_89", 160, "full", "gqa"), ("sm_120", 144, "padding", "self"), ("sm_90", 144, "full", "gqa"), ("sm_90", 144, "prefix", "gqa")]))
+    ("sm_89", 160, "full", "gqa"), ("sm_120", 144, "padding", "self"), ("sm_90", 144, "full", "gqa"), ("sm_90", 144, "prefix", "gqa")], 13))
 def test_wide_heads_of_uneven_pieces_build_without_spilling(arch, head, variant, kind):
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     for report, plan in compile_all(s, p, BY_ARCH[arch], (True,) * 3 + (False,) * len(s.aux)):
