@@ -149,6 +149,8 @@ class Program:
 
     def tile(self, e: Expr) -> str:
         """Text of `e` in a shape that broadcasts to the tile."""
+        if self.ramps and self.dims(e) == {self.columns} and (text := ramp(self, e)):
+            return text
         return self.spread(self.value(e), self.dims(e))
 
     def _scope(self, e: Expr) -> Scope:
@@ -191,9 +193,7 @@ class Program:
             return text
         texts = []
         for a in e.args:
-            text = ramp(self, a) if self.ramps and len(dims) == 2 and self.dims(a) == {self.columns} else ""
-            if not text:
-                text = self.spread(self.value(a), self.dims(a)) if len(dims) == 2 else self.value(a)
+            text = self.tile(a) if len(dims) == 2 else self.value(a)
             if e.row.cost == "mufu" and a.kind != FLOAT:
                 text = f"tl.cast({text}, tl.float32)"
             texts.append(text)

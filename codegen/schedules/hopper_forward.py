@@ -213,7 +213,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             arrived()
         behind = out.section()
         program = Program(spec, out.section() if vectors(spec, "i") else before, inner="j")
-        program.withholds, program.ramps = spec.dropout > 0 and is_by_host(site), True
+        program.withholds = spec.dropout > 0 and is_by_host(site)
+        program.ramps = True
         rows_from_rings(site, program, behind, ROWS)
         out.assign("own", f"q_slot * {site.warpgroups} + WARPGROUP" if several else "WARPGROUP")
         for c in site.qk_chunks:
