@@ -15,7 +15,7 @@ from .largest import largest
 from .limits import is_uneven, padded, shared_bytes, wider_bytes
 from .reads import ROW, across
 from .registers import LIMIT, registers_per_thread, resident
-from .schedules import hopper, hopper_locate, hopper_memory, one_tile
+from .schedules import hopper, hopper_memory, one_tile
 from .split import number
 
 GAIN = 1.1
@@ -107,12 +107,9 @@ def generated(asked: Asked) -> list[Tiles]:
         if kernel == "keys":  # its kernel is written for these
             *found, one = [(64, 128 if head <= 128 else 64, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
             return found if not _exceeds(asked, found[-1], _shared(asked, found[-1])) else [one]  # above 64 one stage mostly spills
-        # of documents the warp that copies finds out much between two tiles of rows: H200, head size 64, N = 4096, tiles at multiples of 128, a third stage 4 % faster
-        # of 128 keys a third is 0 to 25 % slower at head size 128 (and spilled 4 bytes)
         # few keys, H200, head size 64: 128 of 128 rows in one tile 79 microseconds, in two 74; 77 of 4096 rows by tiles of 192 rows and 128, 64, 32 keys 28, 29, 22
         few = head <= 64 and problem.N <= 128
-        deep = head <= 64 and hopper_locate.takes_row_tiles(spec, asked.tiled, max(problem.D, problem.Dv), listed)
-        return [(m, n, m // 64 * 4, stages) for m in (128, 192) for n in (128, 64, 32) for stages in ((3,) if deep else (2,) if n == 128 and head > 96 else (3, 2))
+        return [_deepest(asked, m, n, head) for m in (128, 192) for n in (128, 64, 32)
                 if not (m == 192 and (head > 64 or not hopper.takes_three(spec) or listed and BLOCK % m)) and not (few and (n == 128 or m == 192 and n == 64 < problem.N))]
     if kernel == "one_tile":
         tiles = one_tile.tiles(spec, problem)
@@ -133,6 +130,15 @@ def generated(asked: Asked) -> list[Tiles]:
     if kernel == "keys" and outer < 64 and any(map(ends, spec.score.loads)):  # sums beyond the ends of a table
         found = sorted({(first, 16, warps, stages) for first, _, warps, stages in found})
     return [(second, first, *rest) for first, second, *rest in found if not (listed and second > FINE)] if kernel == "keys" else found
+
+
+def _deepest(asked: Asked, m: int, n: int, head: int) -> Tiles:
+    """Tiles of the Hopper forward with a third place for keys and values, where there are as many tiles of keys and it fits. H200, the recorded sweep: with two
+    128 keys take 1 % more time up to heads of 64, 17 to 20 % where every tile comes from device memory (100 to 500 queries), 64 keys 5 % at all heads, 32 keys 11 %; of
+    128 keys a third is 1 % slower at heads of 80 and 96, 0 to 25 at 128."""
+    stages = 2 if n == 128 and head > 64 else max(2, min(3, -(-asked.problem.N // n)))
+    tiles = (m, n, m // 64 * 4, stages)
+    return (*tiles[:3], 2) if stages == 3 and _exceeds(asked, tiles, _shared(asked, tiles)) else tiles
 
 
 def seldom(asked: Asked, tiles: Tiles) -> bool:

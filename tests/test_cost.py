@@ -127,7 +127,7 @@ def measured(point, plan) -> float | None:
         return None if None in own else sum(own)
     own = [of(plan.schedule, "one_pass", plan.tiles), of("hopper", "sum")] if plan.schedule == "hopper" else \
         [of("triton", "keys", plan.tiles), of("triton", "rows", plan.rows.tiles)]
-    own += [of(plan.schedule, "delta"), *([of("triton", "dense", plan.dense.tiles)] if plan.dense else [])]
+    own += [of(plan.schedule, "delta"), *([of("triton", "dense", plan.dense.tiles)] if plan.dense and not plan.stored else [])]
     return None if None in own else sum(own)
 
 
@@ -150,8 +150,6 @@ def judged(fitted: bool) -> list[tuple]:
     for point in (p for p in SWEEP if p.fitted == fitted):
         for direction in ("forward", "backward") if point.problem.M > 1 else ("forward",):
             plan = make_plan(point.spec, point.problem, BY_NAME["H200"], direction, listed=False, needs=(True,) * 3 + VARIANTS[point.variant][4])
-            if plan.schedule == "hopper":
-                plan = replace(plan, stored="")  # the sweep measured the kernel of a bias' gradient by itself
             seconds = measured(point, plan)
             if seconds is not None:
                 found.append((seconds, best(point, direction), cost.seconds(point.spec, point.problem, plan)))
@@ -183,10 +181,11 @@ def test_rates_are_what_the_fit_finds(schedule, kernel):
 
 
 def test_what_spilled_is_not_proposed():
-    """Of all kernels of the sweep that spilled registers, those of one tile of all keys more than a few bytes; what the Hopper backward spills is bounded in tests/kernels/test_compile.py."""
+    """Of all kernels of the sweep that spilled registers, those of one tile of all keys and of the Hopper forward more than a few bytes (ALiBi at head size 128 by
+    Triton 3.6 20, behind the loop over keys); what the Hopper backward spills is bounded in tests/kernels/test_compile.py."""
     rows = [dict(zip(("name", "schedule", "arch", "kernel", "m", "n", "warps", "stages", "shared", "registers", "spilled"), b)) for b in json.loads(TILES.read_text())["builds"]]
     known = {str(w): w for w in grid()}
-    spilled = [r for r in rows if r["spilled"] > FEW * (r["kernel"] == "one_tile") and r["name"] in known and r["kernel"] != "one_pass"]
+    spilled = [r for r in rows if r["spilled"] > FEW * (r["kernel"] == "one_tile" or r["schedule"] == "hopper") and r["name"] in known and r["kernel"] != "one_pass"]
     assert len(spilled) > 80
     for row in spilled:
         w = known[row["name"]]

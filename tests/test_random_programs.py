@@ -1,4 +1,4 @@
-"""Thirty random programs in the suite; `python -m tests.random_programs` runs two thousand. hypothesis makes the choices here, and shrinks."""
+"""Twenty random programs in the suite; `python -m tests.random_programs` runs two thousand. hypothesis makes the choices here, and shrinks."""
 from __future__ import annotations
 
 import random
@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies
 from .random_programs import check, write
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
           phases=(Phase.generate, Phase.shrink))
 @given(strategies.integers(0, 2 ** 40))
 def test_right(seed):

@@ -32,7 +32,7 @@ def within_budget(entry):
     return backend
 
 
-@pytest.mark.parametrize("name", thinned(SAMPLE, 6))
+@pytest.mark.parametrize("name", thinned(SAMPLE, 7))
 def test_entry(name):
     backend = within_budget(SAMPLE[name])
     if name in REFUSED:

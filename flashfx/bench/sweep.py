@@ -35,7 +35,7 @@ VARIANTS = {
     "dropout": ((), "qk * 0.125", "j <= i", "0.1", ()),
     "softcap": ((), "tanh(qk * 0.00416) * 30.0", "j <= i", "", ()),
     "mask": (("keep: bool[3]",), "qk * 0.125", "keep[b, i, j]", "", (False,)),
-    "alibi": (("slope: float[1]",), "qk * 0.125 + slope[h] * to_float(j - i)", "j <= i", "", (False,)),
+    "alibi": (("slope: float[1]",), "qk * 0.125 + abs(slope[h]) * to_float(j - i)", "j <= i", "", (False,)),  # slopes are positive, operands random
 }
 
 
@@ -167,12 +167,12 @@ def name_of(tiles: candidates.Tiles) -> str:
 
 
 def offers(workload: Workload, gpu: GPU, schedule: str, kernel: str) -> list[candidates.Tiles]:
-    """Every tile of a kernel that fits in shared memory, many registers or not."""
+    """Every tile of a kernel that is generated for one of its lengths and fits in shared memory, many registers or not."""
     p, spec = workload.problems[0], workload.spec
     tiled = tuple(a.name for a in spec.aux if any({"i", "j"} <= load.variables for load in spec.loads if load.name == a.name))
     needed = lambda t: hopper_memory.shared_bytes(kernel, spec, p, t[0], t[1], t[3], tiled) if schedule == "hopper" else shared_bytes(kernel, t, p, spec, gpu)
-    asked = candidates.ask(schedule, kernel, spec, p, gpu, tiled=tiled)
-    return [t for t in candidates.generated(asked) if needed(t) <= gpu.shared_per_block]
+    found = (candidates.generated(candidates.ask(schedule, kernel, spec, one, gpu, tiled=tiled)) for one in workload.problems)
+    return [t for t in dict.fromkeys(tiles for each in found for tiles in each) if needed(t) <= gpu.shared_per_block]
 
 
 def jobs(workload: Workload, gpu: GPU, schedules: Sequence[str] = SCHEDULES) -> list[Job]:

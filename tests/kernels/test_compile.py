@@ -82,7 +82,7 @@ def builds(arch, dtype, head, variant, kind, M=1024, most=0):
         assert not (plan is not None and plan.schedule == "hopper" and report.serialised), report
 
 
-@pytest.mark.parametrize("arch, dtype, head, variant, kind", thinned(SAMPLE))
+@pytest.mark.parametrize("arch, dtype, head, variant, kind", thinned(SAMPLE, 11))
 def test_builds_without_spilling(arch, dtype, head, variant, kind):
     builds(arch, dtype, head, variant, kind)
 
@@ -220,8 +220,8 @@ def test_a_mask_read_for_every_query_and_key_does_not_spill_on_hopper(head, mask
 SWEEP = [(workload, p) for workload in grid() for p in workload.problems]
 
 
-@pytest.mark.parametrize("arch, number", [pytest.param(arch, number, marks=() if (number + 9 * n) % 27 == 0 else pytest.mark.slow)
-                                          for n, arch in enumerate(("sm_80", "sm_89", "sm_90")) for number in range(len(SWEEP))])
+@pytest.mark.parametrize("arch, number", [pytest.param(arch, number, marks=() if (number + 9 * n) % every == 0 else pytest.mark.slow)
+                                          for n, (arch, every) in enumerate((("sm_80", 81), ("sm_89", 81), ("sm_90", 27))) for number in range(len(SWEEP))])
 def test_what_is_planned_for_the_sweep_does_not_spill(arch, number):
     """The workloads of `python -m flashfx bench tiles`, planned for their batches and heads, as kernels are built when they are first launched."""
     workload, p = SWEEP[number]
@@ -306,7 +306,7 @@ UNEVEN = [
     ("sm_90", 40, "shared_bias", "self"), ("sm_90", 80, "shared_bias", "gqa"), ("sm_90", 40, "t5_table", "gqa"), ("sm_90", 64, "prefix", "self")]
 
 
-@pytest.mark.parametrize("arch, head, variant, kind", thinned(UNEVEN))
+@pytest.mark.parametrize("arch, head, variant, kind", thinned(UNEVEN, 11))
 def test_the_portable_schedule_does_not_spill_at_lengths_that_no_tile_divides(arch, head, variant, kind):
     """The planned tiles of many of these would: they are compiled with more warps, or with half of the inner tile, where they spilled more than a few bytes (`spilling`)."""
     with overridden(schedule="triton"):

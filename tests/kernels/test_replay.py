@@ -24,6 +24,8 @@ from flashfx.spec import AttentionSpec
 
 from flashfx.codegen.offline import _Driver
 
+from ..thinning import thinned
+
 TEXT = """\
 attention[b, h, g, i, j]
   given   bias: float[3]
@@ -72,7 +74,7 @@ def operands(text: str, problem: Problem, seed: int):
     return spec, q, k, v, captured_tensors(spec, problem, dtype=torch.float32), torch.zeros(1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("gpu, parts, within", [("A100", 1, False), ("H100", 1, False), ("A100", 3, False), ("H100", 3, False), ("H100", 1, True)])
+@pytest.mark.parametrize("gpu, parts, within", thinned([("A100", 1, False), ("H100", 1, False), ("A100", 3, False), ("H100", 1, True), ("H100", 3, False)], 2))
 def test_a_replay_launches_what_triton_launches(gpu, parts, within, recorder, monkeypatch):
     """With pointers, with tensor descriptors; keys in parts; and a call within another, each with a recording of its own."""
     card, problem = BY_NAME[gpu], Problem((2, 2, 2), 128, 128, 64, 64, "bfloat16", "bfloat16")
