@@ -104,7 +104,7 @@ def mean(ratios) -> float:
 
 
 def test_predicted_times_follow_those_of_another_day():
-    """None of these was fitted. In geometric mean within 12 % (measured: 6.5 %), each within 35 % (16 %), in the same order."""
+    """None of these was fitted. In geometric mean within 12 % (measured: 6.3 %), each within 35 % (14 %), in the same order."""
     measured, predicted = zip(*recorded())
     off = [b / a for a, b in zip(measured, predicted)]
     assert mean(off) < 1.12 and max(map(abs, map(math.log, off))) < math.log(1.35)
@@ -136,11 +136,12 @@ def best(point, direction: str) -> float:
     least = lambda schedule, kernel: min(point.of(schedule, kernel).values(), default=math.inf)
     if direction == "forward":
         return min(least("hopper", "forward"), least("triton", "forward"), least("triton", "split"))
-    whole = min(sum(least(schedule, k) for k in ("delta", *kernels)) for schedule, kernels in (("hopper", ("one_pass", "sum")), ("triton", ("keys", "rows"))))
+    whole = lambda schedule, *kernels: sum(least(schedule, kernel) for kernel in kernels)
+    hopper, portable = whole("hopper", "delta", "one_pass", "sum"), whole("triton", "delta", "keys", "rows")  # Hopper's has the gradient of a bias in it
     if not (dense := point.of("triton", "dense")):
-        return min(whole, least("triton", "one_tile"))
+        return min(hopper, portable, least("triton", "one_tile"))
     held = min((s for tiles, s in point.of("triton", "one_tile").items() if tiles[0] >= point.problem.M), default=math.inf)
-    return min(min(whole, least("triton", "delta") + least("triton", "one_tile")) + min(dense.values()), held)
+    return min(hopper, min(portable, whole("triton", "delta", "one_tile")) + min(dense.values()), held)
 
 
 @functools.cache
@@ -157,7 +158,7 @@ def judged(fitted: bool) -> list[tuple]:
 
 
 def test_the_choice_is_as_good_as_the_best_measured_tiles():
-    """On the held-out half: within 5 % in geometric mean (measured: 2 %), each within 25 % (23 %, 64 keys of heads of 128; 9 % from 1024 on)."""
+    """On the held-out half: within 5 % in geometric mean (measured: 1.1 %), each within 25 % (23 %, 64 keys of heads of 128; 6 % of 1024 queries and keys and more)."""
     found = judged(False)
     assert len(found) >= 100
     lost = [own / least for own, least, _ in found]
@@ -165,7 +166,7 @@ def test_the_choice_is_as_good_as_the_best_measured_tiles():
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 7.4 %), in the same order (rank correlation 0.997)."""
+    """Within 25 % in geometric mean (measured: 7.5 %), in the same order (rank correlation 0.996)."""
     own, _, predicted = zip(*judged(False))
     assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
     assert spearman(own, predicted) > 0.9
