@@ -339,7 +339,7 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
         found[SPLIT] = found[MULTIPLIED]
     if warps * 16 < rows:
         found[WIDE] = element
-    if resident == 1:
+    if resident == 1 and (portable or not by_keys and warps < 12):
         found[SOLO] = element
     elif whole and portable and size.outer < programs:
         found[IDLE] = each * (1 - max(size.outer / programs, 1 / resident))

@@ -17,7 +17,7 @@ class Rate(NamedTuple):
     element   each element of a tile of scores: exponential, maximum, sums, conversion; the following add to it
     wide      a warp holds two rows of 16
     broad     the inner tile has more than 64 rows
-    solo      one program alone on its multiprocessor: nothing runs while it waits
+    solo      one program alone on its multiprocessor: nothing runs while it waits; of the Hopper forward, whose programs are, two warpgroups where three hide more
     function  special functions of a score's own
     step      other operations of a score's own
     random    dropout
@@ -77,11 +77,11 @@ from a tile's last byte to asking for another: what a program of the portable sc
 that read the same keys beside each other, as of grouped queries, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.728, pieces=0.115, slim=0.0038, element=0.432, broad=0.255, function=0.571, step=0.077, random=1.04, load=0.777, pressure=13.8, partial=0.67, tile=2.45e-07, shallow=1.43e-06, turn=4.33e-07, cold=0.66, launch=6.59e-06),  # 233 measurements
-    ('hopper', 'one_pass'): Rate(matrix=0.86, split=1.23, pieces=0.384, element=1.85, function=0.291, step=0.0159, random=1.12, load=1.12, pressure=2, partial=0.649, shallow=2.03e-08, nested=6.46e-08, turn=8.32e-07, restart=2.59e-07, cold=0.935, launch=9.55e-07),  # 91 measurements
-    ('triton', 'forward'): Rate(matrix=1.12, scalar=2.51, split=1.92, pieces=0.357, slim=0.445, element=0.977, solo=0.581, function=0.512, step=0.0695, random=1.62, load=0.775, pressure=0.678, partial=0.515, tile=1.01e-07, shallow=1.48e-06, idle=3.71e-07, turn=2.11e-06, cold=0.557, launch=6.17e-06),  # 653 measurements
-    ('triton', 'keys'): Rate(matrix=1.45, scalar=4.3, older=2.17, split=1.51, pieces=0.37, slim=0.33, shared=0.366, element=0.729, wide=0.474, broad=0.0232, solo=1.2, function=1.53, random=5.17, load=3.04, partial=1.03, tile=5.79e-08, shallow=3.31e-07, idle=8e-07, nested=3.02e-07, turn=2.63e-06, restart=4.4e-07, cold=0.739, launch=5.1e-06),  # 468 measurements
-    ('triton', 'rows'): Rate(matrix=1.04, scalar=2.35, older=1.88, split=2.83, pieces=0.302, slim=0.15, element=0.468, wide=0.219, broad=0.0663, solo=0.913, function=1.21, step=0.0574, random=2.25, load=1.25, pressure=0.204, partial=1.23, tile=1.28e-07, shallow=1.33e-06, idle=2.07e-07, narrow=5.27e-08, turn=1.75e-06, restart=1.06e-07, cold=0.967, launch=4.63e-06),  # 483 measurements
+    ('hopper', 'forward'): Rate(matrix=0.647, pieces=0.101, slim=0.164, element=0.856, solo=0.296, function=0.574, step=0.0703, random=1.01, load=0.745, pressure=15.6, partial=0.727, tile=1.05e-07, shallow=1.49e-06, narrow=3.8e-08, turn=4.08e-07, cold=0.654, launch=6.87e-06),  # 242 measurements
+    ('hopper', 'one_pass'): Rate(matrix=0.852, split=1.23, pieces=0.389, element=1.85, function=0.306, step=0.0202, random=1.14, load=1.13, pressure=2, partial=0.649, shallow=1.29e-08, nested=6.93e-08, turn=8.35e-07, restart=2.61e-07, cold=0.94, launch=9.33e-07),  # 94 measurements
+    ('triton', 'forward'): Rate(matrix=1.1, scalar=2.5, split=1.92, pieces=0.357, slim=0.434, element=0.989, solo=0.567, function=0.504, step=0.0681, random=1.61, load=0.766, pressure=0.695, partial=0.52, tile=1.12e-07, shallow=1.47e-06, idle=3.58e-07, turn=2.1e-06, cold=0.562, launch=6.13e-06),  # 671 measurements
+    ('triton', 'keys'): Rate(matrix=1.41, scalar=4.29, older=2.19, split=1.52, pieces=0.394, slim=0.342, shared=0.39, element=0.772, wide=0.493, broad=0.00688, solo=1.22, function=1.58, random=5.22, load=3.08, partial=1.03, tile=5.07e-08, shallow=3.58e-07, idle=8.06e-07, nested=3.02e-07, turn=2.64e-06, restart=4.36e-07, cold=0.768, launch=4.97e-06),  # 488 measurements
+    ('triton', 'rows'): Rate(matrix=1.04, scalar=2.35, older=1.88, split=2.83, pieces=0.299, slim=0.158, element=0.49, wide=0.216, broad=0.0723, solo=0.907, function=1.2, step=0.0543, random=2.24, load=1.25, pressure=0.193, partial=1.22, tile=1.26e-07, shallow=1.34e-06, idle=2.06e-07, narrow=5.23e-08, turn=1.75e-06, restart=1.14e-07, cold=0.966, launch=4.6e-06),  # 497 measurements
     ('triton', 'one_tile'): Rate(matrix=2.32, older=5.34, split=1.36, pieces=0.95, wide=0.178, random=6.89, load=4.5, idle=4.9e-07, narrow=1.78e-08, cold=0.702, launch=1.35e-05),  # 46 measurements
     ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, partial=2.61, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 21 measurements
 }

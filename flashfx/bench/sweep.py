@@ -95,7 +95,7 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
         made = lambda name, n: Problem((2, 3), n, n, 16, 16, "float16", "float16")
         return [Workload("causal", False, (made("causal", 128),)), Workload("trained", False, (made("trained", 128),))]
     usual, long = (512, 2048, 8192), (128, 2048, 8192, 65536)
-    every = (128, 512, 1024, 2048, 8192, 65536)
+    every = (128, 512, 1024, 2048, 4096, 8192, 65536)
     chosen = [("causal", 128, every), ("causal", 64, every), ("full", 64, every), ("full", 128, every), ("bias", 64, usual), ("bias", 128, usual),
               ("dropout", 64, usual), ("dropout", 128, usual), ("window", 64, long), ("window", 128, usual), ("gqa", 128, long), ("gqa", 64, usual),
               ("softcap", 64, usual), ("softcap", 128, usual), ("causal", 256, usual), ("full", 32, usual), ("causal", 80, usual), ("alibi", 64, usual),
