@@ -8,7 +8,7 @@ from .random_spec import draw
 from .run import run
 
 
-@pytest.mark.parametrize("seed", thinned(range(40), 2))
+@pytest.mark.parametrize("seed", thinned(range(40), 4))
 def test_random_specs(seed):
     run(*draw(seed)).within_budget()
 
