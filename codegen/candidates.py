@@ -245,7 +245,7 @@ def bounded(asked: Asked, every: bool = False) -> list[Group]:
 
 
 def _least(asked: Asked, tiles: Tiles, registers: float) -> float:
-    programs = 1 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], 0, registers)
+    programs = 2 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], 0, registers)
     return cost.least(asked.schedule, asked.costed, tiles, asked.known, asked.gpu, asked.exact, programs, registers)
 
 
@@ -293,8 +293,15 @@ def _weighed(asked: Asked, tiles: Tiles, registers: float, limit: float) -> Cand
 
 
 def _priced(asked: Asked, tiles: Tiles, shared: int, registers: float) -> Candidate:
-    programs = 1 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], shared, registers)
+    programs = resident_of(asked, tiles, shared, registers)
     return Candidate(tiles, shared, registers, "", seldom(asked, tiles), *predicted(asked, tiles, programs, registers))
+
+
+def resident_of(asked: Asked, tiles: Tiles, shared: int, registers: float) -> int:
+    """Programs that a multiprocessor holds at once; of the Hopper forward, which holds one, tiles of query rows."""
+    if asked.schedule == "triton":
+        return resident(asked.gpu, tiles[2], shared, registers)
+    return hopper_memory.q_tiles(asked.spec, asked.problem, *tiles[:2], tiles[3], asked.tiled) if asked.kernel == "forward" else 1
 
 
 def predicted(asked: Asked, tiles: Tiles, programs: int, registers: float) -> tuple[float, int, float]:

@@ -165,7 +165,7 @@ def predict(spec: AttentionSpec, problem: Problem, plan: Plan, exact: bool = Tru
     Tiles that only captured tensors hide count as visible. A call of a fraction of a millisecond: closed forms, no search.
     """
     known, scalar = facts(spec, problem).packed(bool(plan.packed)), "float32" in (problem.dtype, problem.v_dtype)
-    return tuple(kernel_cost(own.schedule, kernel, own.tiles, known, own.gpu, scalar, own.resident, own.registers,
+    return tuple(kernel_cost(own.schedule, kernel, own.tiles, known, own.gpu, scalar, own.queries if own.schedule == "hopper" else own.resident, own.registers,
                              _counted(spec, problem, own, kernel) if exact or kernel == "combine" else None, parts(known, own))
                  for kernel, own in kernels(plan))
 
@@ -240,7 +240,7 @@ def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU,
 
 def streaming(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> l2.Streaming:
     """Arguments as `device_bytes`."""
-    return l2.Streaming(schedule, kernel, work.streamed, parts * known.z / known.share, work.outer * parts, gpu.sms * resident, known.uneven, known.share,
+    return l2.Streaming(schedule, kernel, work.streamed, parts * known.z / known.share, work.outer * parts, gpu.sms * (resident if schedule == "triton" else 1), known.uneven, known.share,
                         known.long_first(kernel in BY_KEYS))
 
 
@@ -254,7 +254,7 @@ def features(schedule: str, kernel: str, tiles: tuple[int, int, int, int], known
     """(seconds that each term of `Rate` takes at the rates of the data sheet, bytes of device memory, bytes with SRAM alone, seconds of waiting for tiles one by one).
 
     scalar     float32 products, at `GPU.exact_rate`
-    resident   programs that a multiprocessor holds at once
+    resident   programs that a multiprocessor holds at once; of the Hopper forward, which holds one, tiles of query rows
     registers  of a thread, for accumulators, scores and the steps between them
     counts     visible and partial tiles; estimated unless given
     parts      of the keys of a tile of rows, a program for each
@@ -320,8 +320,8 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
 
 MANY = 3
 """Stages from which on none hides more."""
-MULTIPLIED, SPLIT, ELEMENT, WIDE, SOLO, PRESSURE, TILE, SHALLOW, IDLE, NARROW, NESTED, TURN, RESTART = map(Rate._fields.index, (
-    "matrix", "split", "element", "wide", "solo", "pressure", "tile", "shallow", "idle", "narrow", "nested", "turn", "restart"))
+MULTIPLIED, SPLIT, ELEMENT, WIDE, SOLO, PRESSURE, TILE, SHALLOW, IDLE, NARROW, NESTED, TURN, SINGLE, RESTART = map(Rate._fields.index, (
+    "matrix", "split", "element", "wide", "solo", "pressure", "tile", "shallow", "idle", "narrow", "nested", "turn", "single", "restart"))
 """Places of the terms that warps, stages, registers and programs decide, and of those that they follow from."""
 
 
@@ -329,7 +329,7 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
             registers: float, whole: bool = True) -> list[float]:
     """All terms of `Rate`. whole: do programs come in whole waves? Other arguments as `features`."""
     m, n, warps, stages = tiles
-    portable, by_keys, programs = schedule == "triton", kernel in BY_KEYS, gpu.sms * resident
+    portable, by_keys, programs = schedule == "triton", kernel in BY_KEYS, gpu.sms * (resident if schedule == "triton" else 1)
     rows, inner = (n, m) if by_keys else (m, n)
     found, tail = list(size.terms), _tail(size.outer / programs) if whole else 1.0
     element = found[ELEMENT]
@@ -339,13 +339,13 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
         found[SPLIT] = found[MULTIPLIED]
     if warps * 16 < rows:
         found[WIDE] = element
-    if resident == 1 and (portable or not by_keys and warps < 12):
+    if portable and resident == 1 or not (portable or by_keys) and warps < 12:
         found[SOLO] = element
     elif whole and portable and size.outer < programs:
         found[IDLE] = each * (1 - max(size.outer / programs, 1 / resident))
     found[PRESSURE] = element * (max(0.0, registers - (200 if portable else 170 if m <= 128 else 130)) / 55)
     found[SHALLOW] = each * max(0.0, 1 / stages - 1 / (MANY if portable else warps // 4))
-    found[NARROW], found[NESTED] = each * (inner < 64), each * (by_keys and known.share > 1)
+    found[NARROW], found[NESTED], found[SINGLE] = each * (inner < 64), each * (by_keys and known.share > 1), waves * (resident == 1 and not (portable or by_keys))
     return found
 
 

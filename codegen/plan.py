@@ -18,7 +18,7 @@ from ..region import Problem
 from ..spec import BLOCK, FINE, AttentionSpec
 from . import cost
 from .blocks import pays
-from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, rounded
+from .candidates import ORDERED, Asked, Candidate, ask, bounded, chosen, fits, predicted, representative, resident_of, rounded
 from .captured import grouped
 from .gpu import EXACT, GPU, units
 from .override import OVERRIDE, PINNED, TUNED, overridden
@@ -45,6 +45,7 @@ class Plan:
     listed     tiles to visit come from the mask's run-time summary
     documents  and tiles of rows, in backward of keys too, begin where long runs of one id do
     tiled      captured tensors of which the Hopper schedules read tiles by TMA
+    queries    tiles of query rows that the Hopper forward holds: while the output leaves from the place of one there is another for the next
     stored     captured tensor whose gradient their backward stores as it goes, or one tile of all keys and queries keeps
     ordered    their backward adds dQ up in a fixed order
     turns      it goes through the heads that share keys in turn, tile of rows by tile of rows
@@ -71,6 +72,7 @@ class Plan:
     listed: bool = False
     documents: bool = False
     tiled: tuple[str, ...] = ()
+    queries: int = 1
     stored: str = ""
     ordered: bool = False
     turns: bool = False
@@ -299,7 +301,8 @@ class _Asked:
         # of these lengths; the tiles are for a range of them
         shared = hopper_memory.shared_bytes(kernel, spec, problem, m, n, stages, self.tiled, self.listed, self.stored, turns)
         return _divided(Plan("hopper", self.direction, kernel, *best.tiles, shared + ORDERED * ordered, gpu, matmul_precision(problem, gpu), True, reason,
-                             best.registers, dense=self.dense, listed=self.listed, documents=documents, tiled=self.tiled, stored=self.stored, ordered=ordered, turns=turns))
+                             best.registers, dense=self.dense, listed=self.listed, documents=documents, tiled=self.tiled, stored=self.stored, ordered=ordered, turns=turns,
+                             queries=resident_of(self.hopper_tiles, best.tiles, shared, best.registers)))
 
     def takes_turns(self, m: int, n: int) -> bool:
         """As `Plan.turns`. Where data decide which rows see which keys, as ids of documents do, nobody knows beforehand which tiles of keys most rows see."""

@@ -30,6 +30,7 @@ class Rate(NamedTuple):
     narrow    as tile, where the inner tile has fewer than 64 rows
     nested    the same, in a loop over the queries that share keys
     turn      seconds from a program's last tile to the next one's first
+    single    as turn, of a Hopper forward without shared memory for the next query rows while the output leaves from the place of the ones before
     restart   seconds of a further loop of a program
     cold      what device memory must deliver once, as much of it as the L2 cache holds: while all programs begin nothing hides it
     launch    seconds of a launch
@@ -58,12 +59,13 @@ class Rate(NamedTuple):
     narrow: float = 0.0
     nested: float = 0.0
     turn: float = 0.0
+    single: float = 0.0
     restart: float = 0.0
     cold: float = 0.0
     launch: float = 0.0
 
 
-MATRIX, SPECIAL, TURNS = slice(0, 7), slice(7, 17), slice(17, 25)
+MATRIX, SPECIAL, TURNS = slice(0, 7), slice(7, 17), slice(17, 26)
 """Places of the terms that add up to the time of the matrix units, of what is done to each score, of programs and their tiles."""
 
 BANDWIDTH, CACHE = 0.85, 2.5
@@ -77,12 +79,12 @@ from a tile's last byte to asking for another: what a program of the portable sc
 that read the same keys beside each other, as of grouped queries, are in step, and all wait for device memory."""
 
 RATES: dict[tuple[str, str], Rate] = {
-    ('hopper', 'forward'): Rate(matrix=0.647, pieces=0.101, slim=0.164, element=0.856, solo=0.296, function=0.574, step=0.0703, random=1.01, load=0.745, pressure=15.6, partial=0.727, tile=1.05e-07, shallow=1.49e-06, narrow=3.8e-08, turn=4.08e-07, cold=0.654, launch=6.87e-06),  # 242 measurements
+    ('hopper', 'forward'): Rate(matrix=0.622, pieces=0.0826, slim=0.194, element=0.867, solo=0.303, function=0.579, step=0.07, random=1.02, load=0.689, pressure=11, partial=0.749, tile=1.1e-07, shallow=1.49e-06, narrow=3.1e-08, turn=4.01e-07, single=2.61e-06, cold=0.626, launch=7.02e-06),  # 242 measurements
     ('hopper', 'one_pass'): Rate(matrix=0.852, split=1.23, pieces=0.389, element=1.85, function=0.306, step=0.0202, random=1.14, load=1.13, pressure=2, partial=0.649, shallow=1.29e-08, nested=6.93e-08, turn=8.35e-07, restart=2.61e-07, cold=0.94, launch=9.33e-07),  # 94 measurements
     ('triton', 'forward'): Rate(matrix=1.1, scalar=2.5, split=1.92, pieces=0.357, slim=0.434, element=0.989, solo=0.567, function=0.504, step=0.0681, random=1.61, load=0.766, pressure=0.695, partial=0.52, tile=1.12e-07, shallow=1.47e-06, idle=3.58e-07, turn=2.1e-06, cold=0.562, launch=6.13e-06),  # 671 measurements
     ('triton', 'keys'): Rate(matrix=1.41, scalar=4.29, older=2.19, split=1.52, pieces=0.394, slim=0.342, shared=0.39, element=0.772, wide=0.493, broad=0.00688, solo=1.22, function=1.58, random=5.22, load=3.08, partial=1.03, tile=5.07e-08, shallow=3.58e-07, idle=8.06e-07, nested=3.02e-07, turn=2.64e-06, restart=4.36e-07, cold=0.768, launch=4.97e-06),  # 488 measurements
     ('triton', 'rows'): Rate(matrix=1.04, scalar=2.35, older=1.88, split=2.83, pieces=0.299, slim=0.158, element=0.49, wide=0.216, broad=0.0723, solo=0.907, function=1.2, step=0.0543, random=2.24, load=1.25, pressure=0.193, partial=1.22, tile=1.26e-07, shallow=1.34e-06, idle=2.06e-07, narrow=5.23e-08, turn=1.75e-06, restart=1.14e-07, cold=0.966, launch=4.6e-06),  # 497 measurements
     ('triton', 'one_tile'): Rate(matrix=2.32, older=5.34, split=1.36, pieces=0.95, wide=0.178, random=6.89, load=4.5, idle=4.9e-07, narrow=1.78e-08, cold=0.702, launch=1.35e-05),  # 46 measurements
-    ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, partial=2.61, tile=1.81e-07, narrow=4.48e-07, launch=1.12e-05),  # 21 measurements
+    ('triton', 'dense'): Rate(matrix=3.57, slim=0.436, element=1.61, broad=0.17, solo=1.21, pressure=1.82, partial=2.61, shallow=2.72e-07, narrow=4.48e-07, launch=1.12e-05),  # 21 measurements
 }
 """(schedule, kernel) -> Rate."""

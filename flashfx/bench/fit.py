@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 
 from ..codegen import cost, rates
-from ..codegen.candidates import ask, ranked
+from ..codegen.candidates import Asked, ask, ranked, resident_of
 from ..codegen.gpu import BY_NAME, EXACT, GPU, units
 from ..codegen.limits import shared_bytes
 from ..codegen.registers import registers_per_thread, resident
 from ..codegen.packing import packed_axes
 from ..codegen.rates import Rate
 from ..codegen.schedules import hopper, one_tile
+from ..codegen.schedules.hopper_captured import copyable
 from ..codegen.split import parts_of_rows
 from ..region import Problem
 from ..spec import AttentionSpec
@@ -24,7 +25,7 @@ from .sweep import spec_of
 TERMS = Rate._fields
 NEAR = 1.2
 """How much slower than the fastest tiles of "one_tile" those may be that its rates are fitted to."""
-SECONDS = {"tile", "shallow", "idle", "narrow", "nested", "turn", "restart", "launch"}
+SECONDS = {"tile", "shallow", "idle", "narrow", "nested", "turn", "single", "restart", "launch"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,12 @@ def fits(point: Point, schedule: str, kernel: str, gpu: GPU) -> set[tuple[int, .
     if kernel == "one_tile":
         found = point.of(schedule, kernel)
         return {tiles for tiles, seconds in found.items() if seconds <= NEAR * min(found.values())}
-    packed = is_packed(point, schedule, kernel)
-    return {c.tiles for c in ranked(ask(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=packed)) if not c.unfit}
+    return {c.tiles for c in ranked(_asked(point, schedule, kernel, gpu)) if not c.unfit}
+
+
+def _asked(point: Point, schedule: str, kernel: str, gpu: GPU) -> Asked:
+    tiled = tuple(sorted(copyable(point.spec, point.problem))) if schedule == "hopper" else ()
+    return ask(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=is_packed(point, schedule, kernel), tiled=tiled)
 
 
 def is_packed(point: Point, schedule: str, kernel: str) -> bool:
@@ -85,8 +90,9 @@ def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     m, n, warps, stages = tiles
     packed = is_packed(point, schedule, kernel)
     if schedule == "hopper":
-        name = {"one_pass": "keys"}.get(kernel, kernel)
-        programs, registers = 1, hopper.registers_per_thread(name, p, m, n, hopper.score_tiles(spec, max(p.D, p.Dv)))
+        asked = _asked(point, schedule, kernel, gpu)
+        registers = hopper.registers_per_thread(asked.kernel, p, m, n, asked.score_tiles)
+        programs = resident_of(asked, tiles, 0, registers)
     else:
         registers = registers_per_thread(kernel, tiles, p, spec)
         programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu, packed=packed), registers)
