@@ -188,7 +188,7 @@ def test_three_warpgroups_build(head, variant, kind):
     """Lengths that are no multiple of a tile too, and heads of several pieces."""
     s, p = spec(ALL[variant], kind), problem(kind, head, "bfloat16", M=1000, heads=4)
     assert hopper.takes_three(s)
-    with overridden(schedule="hopper", forward=(192, 128, 12, 2)):
+    with overridden(schedule="hopper", forward=(192, 128, 12, 3)):
         report, plan = next(found for found in compile_all(s, p, BY_ARCH["sm_90"], (False,) * 3) if found[0].kernel == "attention_forward")
     assert plan.schedule == "hopper" and report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
@@ -205,6 +205,16 @@ def test_the_hopper_forward_does_not_spill(head, variant, kind):
         found = compile_all(s, p, BY_ARCH["sm_90"], (False,) * (3 + len(s.aux)))
     report, plan = next((report, plan) for report, plan in found if report.kernel == "attention_forward")
     assert plan.schedule == "hopper" and not report.spilled and not report.serialised, report
+
+
+@pytest.mark.parametrize("variant, head, values, length", thinned([("full", 192, 128, 4096), ("causal", 192, 128, 4096), ("padding", 192, 128, 512), ("full", 144, 80, 4000), ("full", 160, 128, 1000),
+                                                                   ("alibi", 192, 128, 8192), ("full", 256, 128, 4096)], 3))
+def test_the_hopper_forward_of_values_of_fewer_columns_does_not_spill(variant, head, values, length):
+    """Heads above 128 with tiles of 128 keys, for which values of up to 128 leave registers."""
+    s, p = spec(ALL[variant]), Problem((4, 4), length, length, head, values, "bfloat16", "bfloat16")
+    with overridden(schedule="hopper"):
+        report, plan = compile_all(s, p, BY_ARCH["sm_90"], (False,) * (3 + len(s.aux)))[0]
+    assert report.kernel == "attention_forward" and report.shared <= plan.shared and not report.spilled and not report.serialised, report
 
 
 @pytest.mark.parametrize("head, mask", thinned([(head, mask) for mask in ("causal pairs", "pairs") for head in (64, 96, 128)], 2))
