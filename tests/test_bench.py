@@ -16,7 +16,7 @@ from flashfx.bench.apart import Apart
 from flashfx.bench.counters import COUNTERS, COUNTS, count, rows
 from flashfx.bench.measure import Row, measure, operands
 from flashfx.bench.measure import roofline as known_roofline
-from flashfx.bench.table import lines, summary
+from flashfx.bench.table import groups, lines, summary
 from flashfx.bench.variants import VARIANTS, Shape, plain_workload
 from flashfx.codegen.gpu import BY_NAME
 
@@ -170,6 +170,16 @@ def test_other_keys_than_queries(variant):
     row = measure(variant, "flashfx", where, ("forward", "both"))
     assert not row.failed and row.error < 1e-5 and plain_workload(variant, where)[1].keys <= 19
     assert lines([row], ["flashfx"], ["both"])[0].split()[2] == f"{N}x19"
+
+
+def test_values_of_another_size_are_another_workload():
+    """They have a line, a ratio and a share of the mean of their own."""
+    row = lambda peer, values, speed: Row("full", peer, 1, 8, 8, 4096, 192, "bfloat16", {"both": 1.0}, {"both": speed}, other_values=values)
+    rows = [row("flashfx", 0, 6.0), row("flex", 0, 2.0), row("flashfx", 128, 8.0), row("flex", 128, 4.0)]
+    assert [line.split()[1] for group in groups(rows).values() for line in lines(group, ["flashfx", "flex"], ["both"])] == ["192", "192:128"]
+    assert summary(rows, ["both"])[0] == f"both: geometric mean of the ratios {6 ** 0.5:.3f}, least 2.00, 2 workloads"
+    where = replace(shape(VARIANTS["full"]), v_head_size=8)
+    assert measure("full", "flashfx", where, ("forward",), check=False).other_values == 8
 
 
 def test_other_keys_by_the_command():

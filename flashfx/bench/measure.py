@@ -24,7 +24,7 @@ class Row:
     """One peer on one workload. ms, TFLOP/s, and the TFLOP/s that the card's peaks allow (`roofline`), by pass; error is the relative error (Frobenius norm)
     of the output and of every gradient, the worst of them, on one key head; eager_error is eager's in the same dtype. host_us: microseconds that a call keeps
     the host, by pass, which ms does not count but for the passes in by_call, which cannot be recorded as a CUDA graph or were not asked to be.
-    failed: why there are no numbers. other_keys: as in `Shape`."""
+    failed: why there are no numbers. other_keys: as in `Shape`. other_values: columns of v where they are not head_size."""
 
     variant: str
     peer: str
@@ -45,6 +45,7 @@ class Row:
     clocks: str = ""
     failed: str = ""
     other_keys: int = 0
+    other_values: int = 0
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -223,7 +224,8 @@ def failed_row(variant: str, peer: str, shape: Shape, why: str) -> Row:
 
 def _workload(variant: str, peer: str, shape: Shape) -> dict:
     return dict(variant=variant, peer=peer, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, length=shape.length,
-                head_size=shape.head_size, other_keys=shape.other_keys, dtype=str(shape.dtype).removeprefix("torch."))
+                head_size=shape.head_size, other_keys=shape.other_keys,
+                other_values=shape.v_head_size if shape.v_head_size != shape.head_size else 0, dtype=str(shape.dtype).removeprefix("torch."))
 
 
 def measure(variant_name: str, peer: str, shape: Shape, passes=PASSES, check: bool = True, graph: bool = True) -> Row:

@@ -11,7 +11,12 @@ OURS, PLAIN = "flashfx", "plain"
 
 
 def workload(row: Row) -> tuple:
-    return row.variant, row.head_size, row.batch, row.heads, row.kv_heads, row.length, row.other_keys, row.dtype
+    return row.variant, row.head_size, row.other_values, row.batch, row.heads, row.kv_heads, row.length, row.other_keys, row.dtype
+
+
+def heads(row: Row) -> str:
+    """Head size, and of values where that is another, as `--head-size` takes them."""
+    return f"{row.head_size}:{row.other_values}" if row.other_values else f"{row.head_size}"
 
 
 def lengths(row: Row) -> str:
@@ -58,7 +63,7 @@ def head(peers: Sequence[str], plain: bool = False) -> str:
     """What the lines of `lines` mean."""
     return ("TFLOP/s of the visible work (forward 2 (d + dv) per visible pair, backward 2.5 times that), medians; ratio: flashfx over the "
             "fastest peer; of roof: of what the card's peaks allow (products, exponentials, bytes)\n"
-            f"{'variant':<10}{'d':>4}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'of plain' if plain else '':>{9 * plain}}{'of roof':>9}{'error':>10}{'eager':>10}{'MiB':>9}")
+            f"{'variant':<10}{'d':>8}{'N':>7}  {'pass':<9}" + "".join(f"{p:>10}" for p in peers) + f"{'ratio':>8}{'of plain' if plain else '':>{9 * plain}}{'of roof':>9}{'error':>10}{'eager':>10}{'MiB':>9}")
 
 
 def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> list[str]:
@@ -72,7 +77,7 @@ def lines(group: Sequence[Row], peers: Sequence[str], passes: Sequence[str]) -> 
         if name == passes[-1] and ours is not None and ours.error is not None:
             tail += f"{ours.error:>10.1e}{ours.eager_error:>10.1e}"
             tail += f"{ours.peak_mib:>9.0f}" if ours.peak_mib is not None else ""
-        out.append(f"{first.variant:<10}{first.head_size:>4} {lengths(first):>6}  {name:<9}{cells}{tail}")
+        out.append(f"{first.variant:<10}{heads(first):>8} {lengths(first):>6}  {name:<9}{cells}{tail}")
     return out
 
 
@@ -94,7 +99,7 @@ def summary(rows: Sequence[Row], passes: Sequence[str]) -> list[str]:
         out += [f"not recorded as CUDA graphs: {', '.join(f'{peer} {name}' for peer, name in called)}"] * bool(called)
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in (r for r in rows if r.failed):
-        reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={row.head_size} N={lengths(row)}")
+        reasons.setdefault((row.peer, row.failed), []).append(f"{row.variant} d={heads(row)} N={lengths(row)}")
     return out + [f"no number for {peer} ({', '.join(where[:3])}{', …' if len(where) > 3 else ''}): {why}" for (peer, why), where in reasons.items()]
 
 
@@ -103,13 +108,13 @@ def plot(rows: Sequence[Row], passes: Sequence[str], path: str, title: str) -> N
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    panels = list(dict.fromkeys((r.variant, r.head_size) for r in rows))
+    panels = list(dict.fromkeys((r.variant, heads(r)) for r in rows))
     figure, axes = pyplot.subplots(len(panels), len(passes), figsize=(5 * len(passes), 3.2 * len(panels)), squeeze=False)
     for line, (variant, head_size) in zip(axes, panels):
         for axis, name in zip(line, passes):
             for peer in dict.fromkeys(r.peer for r in rows):
                 points = sorted((r.length, r.tflops[name]) for r in rows
-                                if (r.variant, r.head_size, r.peer) == (variant, head_size, peer) and name in r.tflops)
+                                if (r.variant, heads(r), r.peer) == (variant, head_size, peer) and name in r.tflops)
                 if points:
                     axis.plot(*zip(*points), marker="o", markersize=3, label=peer, linewidth=2.2 if peer == OURS else 1.2)
             axis.set_xscale("log", base=2)
