@@ -245,7 +245,7 @@ def bounded(asked: Asked, every: bool = False) -> list[Group]:
 
 
 def _least(asked: Asked, tiles: Tiles, registers: float) -> float:
-    programs = 2 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], 0, registers)
+    programs = 2 if asked.schedule == "hopper" else resident(asked.gpu, tiles[2], 0, registers)  # as many as there may be, of programs and of tiles of query rows
     return cost.least(asked.schedule, asked.costed, tiles, asked.known, asked.gpu, asked.exact, programs, registers)
 
 

@@ -12,7 +12,7 @@ from ..codegen import cost, rates
 from ..codegen.candidates import Asked, ask, ranked, resident_of
 from ..codegen.gpu import BY_NAME, EXACT, GPU, units
 from ..codegen.limits import shared_bytes
-from ..codegen.registers import registers_per_thread, resident
+from ..codegen.registers import registers_per_thread
 from ..codegen.packing import packed_axes
 from ..codegen.rates import Rate
 from ..codegen.schedules import hopper, one_tile
@@ -75,28 +75,23 @@ def fits(point: Point, schedule: str, kernel: str, gpu: GPU) -> set[tuple[int, .
 
 
 def _asked(point: Point, schedule: str, kernel: str, gpu: GPU) -> Asked:
+    """As a plan asks for the tiles of a kernel: on Hopper with all captured tensors by TMA, else with heads that share keys as rows of one tile."""
+    packed = (schedule, kernel) == ("triton", "forward") and bool(packed_axes(point.spec, point.problem))
     tiled = tuple(sorted(copyable(point.spec, point.problem))) if schedule == "hopper" else ()
-    return ask(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=is_packed(point, schedule, kernel), tiled=tiled)
-
-
-def is_packed(point: Point, schedule: str, kernel: str) -> bool:
-    """Were heads that share keys rows of one tile?"""
-    return (schedule, kernel) == ("triton", "forward") and bool(packed_axes(point.spec, point.problem))
+    return ask(schedule, {"one_pass": "keys"}.get(kernel, kernel), point.spec, point.problem, gpu, packed=packed, tiled=tiled)
 
 
 def terms(point: Point, schedule: str, kernel: str, tiles: tuple[int, int, int, int], gpu: GPU) -> tuple[Rate, float]:
     """(what `cost.features` finds, seconds of memory) for one measured kernel."""
     spec, p = point.spec, point.problem
-    m, n, warps, stages = tiles
-    packed = is_packed(point, schedule, kernel)
+    m, n, *_ = tiles
+    asked = _asked(point, schedule, kernel, gpu)
     if schedule == "hopper":
-        asked = _asked(point, schedule, kernel, gpu)
-        registers = hopper.registers_per_thread(asked.kernel, p, m, n, asked.score_tiles)
-        programs = resident_of(asked, tiles, 0, registers)
+        registers, shared = hopper.registers_per_thread(asked.kernel, p, m, n, asked.score_tiles), 0
     else:
-        registers = registers_per_thread(kernel, tiles, p, spec)
-        programs = resident(gpu, warps, shared_bytes(kernel, tiles, p, spec, gpu, packed=packed), registers)
-    known = cost.facts(spec, p).packed(packed)
+        registers, shared = registers_per_thread(kernel, tiles, p, spec), shared_bytes(kernel, tiles, p, spec, gpu, packed=asked.packed)
+    programs = resident_of(asked, tiles, shared, registers)
+    known = cost.facts(spec, p).packed(asked.packed)
     parts = parts_of_rows(known.z // known.share, p.M, {"BLOCK_M": m}, gpu.sms * programs) if kernel == "one_tile" and one_tile.in_parts(p) else 1
     found, device, all_bytes, waiting = cost.features(schedule, kernel, tiles, known, gpu, units(p, gpu) in EXACT, programs, registers, None, parts)
     return found, max(device / (gpu.bandwidth * rates.BANDWIDTH), all_bytes / (gpu.bandwidth * rates.CACHE), waiting)
