@@ -38,6 +38,7 @@ class Asked:
     tiled        captured tensors of which the Hopper schedules read tiles by TMA
     packed       heads that share keys are rows of one tile
     descriptors  tiles are read by TMA where the card has it
+    ordered      gradients must be the same bits in every run
     """
 
     schedule: str
@@ -50,6 +51,7 @@ class Asked:
     tiled: tuple[str, ...] = ()
     packed: bool = False
     descriptors: bool = True
+    ordered: bool = False
 
     @functools.cached_property
     def known(self) -> cost.Facts:
@@ -105,6 +107,9 @@ def generated(asked: Asked) -> list[Tiles]:
     head = max(padded(problem.D), padded(problem.Dv))
     if asked.schedule == "hopper":
         if kernel == "keys":  # its kernel is written for these
+            thirds = (64, 3 * hopper.THIRD, 12, 2)
+            if hopper.takes_thirds(spec, problem, listed, asked.ordered) and not _exceeds(asked, thirds, _shared(asked, thirds)):
+                return [thirds]
             *found, one = [(64, 128 if head <= 128 else 64, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]
             return found if not _exceeds(asked, found[-1], _shared(asked, found[-1])) else [one]  # above 64 one stage mostly spills
         # few keys, H200, head size 64: 128 of 128 rows in one tile 79 microseconds, in two 74; 77 of 4096 rows by tiles of 192 rows and 128, 64, 32 keys 28, 29, 22

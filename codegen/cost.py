@@ -318,8 +318,8 @@ def _of_size(schedule: str, kernel: str, m: int, n: int, known: Facts, gpu: GPU,
         partial=element * partial / max(visible, 1), cold=min(work.once, gpu.l2) / gpu.bandwidth, launch=1.0), visible, outer, tail)
 
 
-MANY = 3
-"""Stages from which on none hides more."""
+MANY, THIRDS = 3, 0.45
+"""Stages from which on none hides more. Where three warpgroups hold 96 keys, of what two of 64 take for being two: they add less to dQ."""
 MULTIPLIED, SPLIT, ELEMENT, WIDE, SOLO, PRESSURE, TILE, SHALLOW, IDLE, NARROW, NESTED, TURN, SINGLE, RESTART = map(Rate._fields.index, (
     "matrix", "split", "element", "wide", "solo", "pressure", "tile", "shallow", "idle", "narrow", "nested", "turn", "single", "restart"))
 """Places of the terms that warps, stages, registers and programs decide, and of those that they follow from."""
@@ -335,8 +335,8 @@ def _filled(size: Size, schedule: str, kernel: str, tiles: tuple[int, int, int, 
     element = found[ELEMENT]
     waves, each = size.outer / programs * tail, size.visible / programs * tail
     found[TILE], found[TURN], found[RESTART] = each, waves, waves * ((known.keys * known.share if by_keys else known.rows) - 1)
-    if (portable or by_keys and warps == 8) and warps * 16 > rows >= 64 and gpu.is_hopper:
-        found[SPLIT] = found[MULTIPLIED]
+    if (portable or by_keys and rows < 128) and warps * 16 > rows >= 64 and gpu.is_hopper:
+        found[SPLIT] = found[MULTIPLIED] * (1.0 if rows == 64 else THIRDS)
     if warps * 16 < rows:
         found[WIDE] = element
     if portable and resident == 1 or not (portable or by_keys) and warps < 12:

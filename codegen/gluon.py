@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Iterable, Mapping, Sequence
 
-from .named import HANDED, NAMED, TURNS
+from .named import HANDED, MET, NAMED, TURNS
 from .philox import ROUNDS
 from .program import HELPERS, NATIVE_TANH, is_called
 from .ramp import RAMP
@@ -303,7 +303,7 @@ def store_rows(tile, cells, stride, row, end, COLUMNS: gl.constexpr, WARPS: gl.c
 
 
 CALLED = {"random_bits": KEEP_TILE, "apart": APART, "marked_by_keep": MARK, "late": LATE, "threads_of": RUNNING, "within": WITHIN, "ramp": RAMP, "await_turn": TURNS,
-          "widened": WIDENED, "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE, "store_rows": STORE_ROWS, "leave_rows": HANDED}
+          "widened": WIDENED, "take_ticket": TICKETS, "tell": TOLD, "place_in": PLACE, "store_rows": STORE_ROWS, "leave_rows": HANDED, "meet": MET}
 """A function that generated text calls -> what defines it and others beside it."""
 
 

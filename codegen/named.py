@@ -1,5 +1,5 @@
 """PTX's named barriers, at which warps of different partitions meet. Triton takes the first few of the 16 for partitions. Ours, of which a kernel has the one or the other:
-12 to 14 turns; 8 to 11 rows of a slot; 12 dQ in its place; 14 and 15 that place free, for either warpgroup.
+12 to 14 turns; 8 to 11 rows of a slot; 12 dQ in its place; 14 and 15 that place free, for either warpgroup; 8 P or dS of three warpgroups.
 
 Turns of the Hopper forward (FlashAttention-3, section 3.1, ping-pong scheduling): while a warpgroup computes a softmax, the matrix units work for another.
 
@@ -74,3 +74,26 @@ def await_place_of_dq():
     """A warpgroup waits for it, and not for the other one: threads 0 to 127 or 128 to 255 of the kernel."""
     text: gl.constexpr = own_barrier_text()
     gl.inline_asm_elementwise(text, "=r,r", [0], gl.int32, is_pure=False, pack=1)'''
+
+MET = '''@gluon.jit
+def meet():
+    """Three warpgroups wait for each other."""
+    named_barrier("sync", 8, 0, 384)
+
+
+@gluon.jit
+def own_keys(tile, rest, place, PART: gl.constexpr):
+    """The 32 keys of one of three warpgroups: two have half of 64 each, the third the rest."""
+    if PART < 2:
+        return tile.index(place).reshape([64, 64]).slice(PART * 32, 32, 0)
+    else:
+        return rest.index(place).reshape([32, 64])
+
+
+@gluon.jit
+def own_columns(tile, rest, place, PART: gl.constexpr):
+    """The same of a tile of all queries."""
+    if PART < 2:
+        return tile.index(place).slice(PART * 32, 32, 1)
+    else:
+        return rest.index(place)'''

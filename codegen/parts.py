@@ -88,6 +88,8 @@ class Site:
     stored: str = ""             # captured tensor whose gradient the Hopper backward stores
     turns: bool = False          # there, heads that share keys in turn, tile of rows by tile of rows
     documents: bool = False      # there, tiles of keys and rows that begin where documents do
+    thirds: bool = False         # there, three warpgroups with a third of the keys and of the columns each
+    narrow: bool = False         # heads in pieces of 64, of which one buffer holds all
     packed: tuple[str, ...] = ()  # axes whose heads are rows of a tile of the portable forward kernel
     one_tile: bool = False       # the backward kernel of which one tile holds all keys
     stages: int = 2              # of the Hopper backward schedule: tiles of rows in shared memory
@@ -195,6 +197,8 @@ class Site:
         return self._chunks(self.Dv)
 
     def _chunks(self, size: int) -> tuple[Chunk, ...]:
+        if self.narrow:
+            return tuple(Chunk("", start, 64, start + 64 > size) for start in range(0, size, 64))
         return even_chunks(size) if self.in_pieces else chunks(size, self.apart or 256)
 
     @property

@@ -91,6 +91,11 @@ class Plan:
         return 1 if self.schedule == "hopper" else resident(self.gpu, self.num_warps, self.shared, self.registers)
 
     @property
+    def by_thirds(self) -> bool:
+        """As `Site.thirds`."""
+        return self.schedule == "hopper" and self.kernel == "keys" and self.BLOCK_N == 3 * hopper.THIRD
+
+    @property
     def listed_rows(self) -> int:
         """Rows of the blocks of the list that the kernel reads, if it reads one."""
         return FINE if self.kernel == "keys" else BLOCK
@@ -173,7 +178,7 @@ def why_not_hopper(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: s
         return f"{gpu.name} is no Hopper card" if not gpu.is_hopper else "the portable schedule was asked for"
     needs = all_needs(spec) if needs is None else needs
     reason = hopper.refusal(spec, problem, direction, descriptors, listed, needs, deterministic())
-    return reason or (hopper.unmeasured(spec, problem, direction, deterministic()) if wanted is None else None)
+    return reason or (hopper.unmeasured(spec, problem, direction, deterministic(), listed) if wanted is None else None)
 
 
 def deterministic() -> bool:
@@ -276,7 +281,8 @@ class _Asked:
 
     @functools.cached_property
     def hopper_tiles(self) -> Asked:
-        return ask("hopper", self.hopper_kernel, self.spec, self.problem, self.gpu, listed=self.listed, tiled=self.tiled)
+        return ask("hopper", self.hopper_kernel, self.spec, self.problem, self.gpu, listed=self.listed, tiled=self.tiled,
+                   ordered=self.direction == "backward" and deterministic())
 
     @functools.cached_property
     def stored(self) -> str:

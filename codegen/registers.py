@@ -59,6 +59,8 @@ def registers_per_thread(kernel: str, tiles: tuple[int, int, int, int], problem:
     found = (fixed + (accumulators * held + each * m * n + operands * inner * (d + dv)) / threads + more
              + shared + wide * (warps == 8) + pieces * (len(chunks(max(problem.D, problem.Dv))) > 1))
     found += _wide(kernel, spec, d + dv, problem.N % BLOCK > 0) if d + dv > 256 else 0
+    if kernel == "keys" and d != dv and spec.is_masked:  # 8 bytes spilled at (192, 128), by 32 keys
+        found += 17 + 40 * (m > 64)
     found += 100 * (one_by_one and kernel in ("forward", "rows") and held + m * n >= ONE_BY_ONE * threads)  # beyond any limit
     if kernel == "forward" and m == 16:  # decoding: twelve builds, within 6; eighteen with pieces of a head of 16 columns, within 40
         widths = [c.width for size in (problem.D, problem.Dv) for c in chunks(size)]

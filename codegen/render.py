@@ -56,7 +56,7 @@ def site_of(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[b
                 *((plan.BLOCK_M // 64, plan.BLOCK_N) if plan.schedule == "hopper" else (0, 0)),
                 hopper_memory.q_tiles(spec, problem, plan.BLOCK_M, plan.BLOCK_N, plan.num_stages, plan.tiled), plan.gpu.sms,
                 *((backward.schedule == "hopper", backward.ordered, backward.tiled or plan.tiled, backward.stored, backward.turns, backward.documents) if backward is not None
-                  else (False, False, plan.tiled)), packed=plan.packed, aligned=plan.aligned, in_flight=plan.gpu.is_hopper, stages=backward.num_stages if backward is not None else 2, parts=parts_expression(plan),
+                  else (False, False, plan.tiled)), packed=plan.packed, aligned=plan.aligned, in_flight=plan.gpu.is_hopper, stages=backward.num_stages if backward is not None else 2, thirds=backward is not None and backward.by_thirds, parts=parts_expression(plan),
                 one_tile=backward is not None and backward.kernel == "one_tile", row_parts=_row_parts(spec, backward))
 
 

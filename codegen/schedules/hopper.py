@@ -8,12 +8,14 @@ from ...expr import QK, Call, Const, Expr, Var, conjuncts, walk
 from ...region import Problem
 from ...spec import AttentionSpec
 from ..captured import differentiable_loads, ends, is_overfull
-from ..factors import peel
+from ..derivative import partial as derivative
+from ..factors import peel, split_factor
 from ..limits import padded
 from ..philox import HALF_BITS, is_narrow
 from ..parts import Chunk, Site, arguments, chunks, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
+from ..reads import across
 from ..within import interval
 from ..writer import Writer
 
@@ -22,6 +24,9 @@ ROWS = 64
 
 WIDEST = 256
 """Largest head size: the accumulators of a warpgroup are held in registers."""
+
+THIRD = 32
+"""Keys of each of three warpgroups of a backward (`hopper_thirds`)."""
 
 
 def place_of(place: str, names: list[str], name: str) -> str:
@@ -145,13 +150,19 @@ def barriers(out: Writer, count: str | int, arrivals: dict[str, int]) -> None:
             out.line(f"mbarrier.init({name}.index(slot), count={number})")
 
 
-def read_by_tma(site: Site, out: Writer, operand: str, row: str, rows: str | int, full: str, into: str, index: str, expect: bool = True) -> None:
-    """Start the copy of one tile; `full` completes when it has arrived."""
+def read_by_tma(site: Site, out: Writer, operand: str, row: str, rows: str | int, full: str, into: str, index: str, expect: bool = True, tiles: str = "") -> None:
+    """Start the copy of one tile; `full` completes when it has arrived. tiles: the tensor map, if not the operand's own."""
     found = pieces(site, operand)
     if expect:
         out.line(f"mbarrier.expect({full}, {rows} * {sum(c.width for c, _, _ in found) * 2})")
-    for c, _, _ in found:
-        out.line(f"tma.async_copy_global_to_shared({tiles_name(operand, c)}, {position(site, operand, row, c)}, {full}, {into}{c.suffix}.index({index}))")
+    for n, (c, _, _) in enumerate(found):
+        place = piece_of(index, n, len(found)) if site.narrow else index
+        out.line(f"tma.async_copy_global_to_shared({tiles or tiles_name(operand, c)}, {position(site, operand, row, c)}, {full}, {into}{c.suffix}.index({place}))")
+
+
+def piece_of(index: str, n: int, pieces: int) -> str:
+    """Place of a piece in a buffer that holds those of a tile side by side."""
+    return index if pieces == 1 else f"{index} * {pieces}{f' + {n}' * (n > 0)}"
 
 
 def tile_view(name: str, c: Chunk, index: str, rows: str | int) -> str:
@@ -250,15 +261,24 @@ def is_crowded(spec: AttentionSpec, head: int) -> bool:
     return spec.dropout > 0 and (head > 192 or any(map(ends, spec.score.loads)))
 
 
-def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False) -> str | None:
-    """Why the cost model cannot tell how fast this schedule is, so that the portable one runs, or None. deterministic: as `refusal`."""
+def takes_thirds(spec: AttentionSpec, problem: Problem, listed: bool, ordered: bool) -> bool:
+    """Does a backward have tiles of 96 keys (`hopper_thirds`)? Lists have blocks of 128 keys, which 96 do not divide; shared memory has no place for captured tiles, nor are
+    there registers for what is read element by element, for slopes beside dropout, or of a score that names q . k twice; and who adds to dQ in an order adds all of its columns."""
+    head, pieces = max(problem.D, problem.Dv), (padded(problem.D), padded(problem.Dv))
+    slopes = {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
+    tight = across(spec) or slopes and (spec.dropout or not _in_place(peel(spec.score)[0]))
+    return 128 < head <= 192 and not any(width % 64 for width in pieces) and not (listed or ordered or tight)
+
+
+def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False, listed: bool = False) -> str | None:
+    """Why the cost model cannot tell how fast this schedule is, so that the portable one runs, or None. deterministic, listed: as `refusal`."""
     if direction == "backward" and deterministic and bounds(spec.visible, "i").lo == Const(0) and problem.N < 8192:  # 3.5 against 3.2 ms at 4096
         return "where every tile of keys begins at the first row, they wait for each other too long"
     if direction == "forward" and is_overfull(spec) and any(map(ends, spec.score.loads)):  # 5.4 against 4.5 ms at head size 64
         return "dropout beside positions in a table that ends, and a function of each score, was slower in it"
     if problem.M <= ROWS:
         return f"{problem.M} query rows leave its second warpgroup idle"
-    if problem.D != problem.Dv and direction == "backward":  # 192 and 128, N = 4096: 3.3 against 2.6 ms; forward 643 against 441 TFLOP/s
+    if problem.D != problem.Dv and direction == "backward" and not takes_thirds(spec, problem, listed, deterministic):  # 192 and 128, N = 4096: 3.3 against 2.6 ms
         return f"of head sizes {problem.D} and {problem.Dv} it is not known to be faster"
     return None
 
@@ -268,7 +288,7 @@ def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, extra: f
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
         return (dv + n + n / 2 + extra * n) / 2
-    return (n * (d + dv) + 2.5 * m * n) / 256  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
+    return (n * (d + dv) + 2.5 * m * n) / (384 if n == 3 * THIRD else 256)  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
 
 
 def register_limit(kernel: str, m: int) -> int:

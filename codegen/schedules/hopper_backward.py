@@ -22,13 +22,14 @@ from .hopper import barriers, block_shape, position, reserve, tile_view, tma_arg
 from .hopper_captured import gradient_dims, mask_arguments, reserve_mask, reserve_tiles, stored_arguments, stored_load, tile_arguments, tile_loads
 from .hopper_dq import HALF, add_apart, ds_tile, hand_over_dq, names, reserve_dq, sum_arguments, sum_dq
 from .hopper_keys import adds_apart, by_hand, each_step, each_tile, frees_late, is_apart, is_split, key_loads, key_tiles, keys_at, keys_from_rings, locate, partial_tiles
-from .hopper_keys import has_single_do, is_wide, reserve_numbers, slot_of_last, worked_out
+from .hopper_keys import has_single_do, is_wide, readers, reserve_numbers, slot_of_last, worked_out
 from .relative import ends_arguments, flush_ends, reserve_ends, start_ends, store_ends
 from .hopper_vectors import last_of_tile
 from .hopper_past import hand_over_zeros, steps_of_half
 from .hopper_producer import load_keys, load_tiles, reserve_rows, row_loads
 from .hopper_steps import WARPS, copy_out, end_rows, gradients, issue_dq, keep, multiplies_beside, number_rows, publish_ds, scores_and_dp, start_tile, store_in_place, store_short, store_short_rows
 from .hopper_steps import unless_short, view_rows
+from .hopper_thirds import REGISTERS as THIRDS_REGISTERS, accumulate_thirds, arguments as thirds_arguments, reserve_operands
 from .hopper_wide import accumulate_wide
 from .hopper_score import by_halves, score_gradient, unknown_zero, weights
 
@@ -46,45 +47,36 @@ PIECED_REGISTERS = 200, 72, 40
 
 def keys_kernel(site: Site) -> Kernel:
     """dK, dV, and the tile's share of dQ, for a tile of BLOCK_N keys."""
-    if site.documents:  # where tiles begin anywhere
-        site = replace(site, whole=False)
+    if site.documents or site.thirds:  # where tiles begin anywhere, or have 96 keys
+        site = replace(site, whole=False, narrow=site.thirds)
     spec = site.spec
     mine, others = site.axes_of("k", "v"), site.other_axes(site.axes_of("k", "v"))
     results = {"dK": "grad_k", "dV": "grad_v"} | ends_arguments(site)
-    halves, keys = (2, HALF) if is_split(site) else (1, "BLOCK_N")
+    halves, keys = (2, HALF) if is_split(site) else (1, HALF if site.thirds else "BLOCK_N")
     rows = {"Q": "BLOCK_M", "dO": "BLOCK_M", "K": keys, "V": keys, "dK": keys, "dV": keys}
     shared = f", summed over ({', '.join(others)})" if others else ""
     kernel = WarpSpecialized("attention_backward_keys", f"Gradients of the keys and values j0 <= j < j0 + BLOCK_N{shared}, and their share of dQ, tile by tile.",
                              sum_arguments(site) | tma_arguments(site, results | {"Taken": "taken", "Order": "order", "together": "together"} | worked_out(site), rows)
-                             | tile_arguments(site, "BLOCK_M", keys) | mask_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
+                             | (thirds_arguments(site, results) if site.thirds else {}) | tile_arguments(site, "BLOCK_M", keys) | mask_arguments(site, "BLOCK_M", keys) | stored_arguments(site, keys), ("BLOCK_M", "BLOCK_N", "STAGES"), "KEYS",
                              [name for name in worked_out(site) if name != "padded"])
     out = kernel.body
     if not site.documents and "tiles" not in worked_out(site):
         out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
     if spec.dropout:
         out.assign("seed", "tl.load(Seed)")
-    reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
-    reserve(site, out, "do_ring", "dO", "1" if has_single_do(site) else "STAGES", "BLOCK_M")
-    reserve(site, out, "k_tile", "K", halves * key_tiles(site), keys)
-    reserve(site, out, "v_tile", "V", halves * key_tiles(site), keys)
-    reserve_dq(site, out)
-    dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
-    shape, copies = f"{keys}, BLOCK_M", "STAGES * 2" if is_split(site) else "1"
-    layout = f"gl.NVMMASharedLayout.get_default_for([{shape}], {dtype})"
-    if stored_load(site):
-        shape, layout = ", ".join([*["1"] * gradient_dims(spec, site.stored), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
-    out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{copies}, {shape}], {layout})")
-    if is_wide(site):
-        out.assign("p_tile", f"gl.allocate_shared_memory({dtype}, [{keys}, BLOCK_M], gl.NVMMASharedLayout.get_default_for([{keys}, BLOCK_M], {dtype}))")
+    if site.thirds:
+        reserve_operands(site, out)
+    else:
+        _reserve_operands(site, out, halves, keys)
     reserve_rows(site, out)
     reserve_ends(site, out)
     reserve_tiles(site, out, halves, "BLOCK_M", keys)
     reserve_mask(site, out, "STAGES", halves, "BLOCK_M", keys)
     reserve_numbers(site, out)
-    barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
+    barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 3 if site.thirds else 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
     if has_single_do(site):
-        barriers(out, 1, {"do_full": 1, "do_empty": 1})
-    ring = {"q_full": 2} | ({} if has_single_do(site) else {"do_full": 1}) | ({} if frees_late(site) or adds_apart(site) else {"rows_empty": halves})
+        barriers(out, 1, {"do_full": 1, "do_empty": 3 if site.thirds else 1})
+    ring = {"q_full": 2} | ({} if has_single_do(site) else {"do_full": 1}) | ({} if frees_late(site) or adds_apart(site) else {"rows_empty": readers(site)})
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")
     function, returns = locate(site, mine)
@@ -97,6 +89,9 @@ def keys_kernel(site: Site) -> Kernel:
         pieced = others and spec.dropout and len(site.qk_chunks) > 1 and not reads
         half, (own, few, least) = _accumulate_half(site, partial, others, tiles), PIECED_REGISTERS if pieced else SPLIT_REGISTERS[reads or copies_much(site)]
         kernel.start([(half, ["0"], 4, own), (half, ["1"], 4, own), (sum_dq(site, tiles), [], 4, few), (producer, [], 1, least), (_store_keys(site, tiles), [], 1, least)])
+    elif site.thirds:
+        third, (own, least) = accumulate_thirds(site, partial, others, tiles), THIRDS_REGISTERS
+        kernel.start([*((third, [str(n)], 4, own) for n in range(3)), (producer, [], 1, least), (load_keys(site), [], 1, least)])
     else:
         own, least = LISTING if site.documents else REGISTERS[reads or is_wide(site) or padded(site.D) + padded(site.Dv) <= 192 and not spec.dropout]
         accumulate = accumulate_wide if is_wide(site) else _accumulate
@@ -104,6 +99,23 @@ def keys_kernel(site: Site) -> Kernel:
         adder = [(add_apart(site), [], 1, least)] if adds_apart(site) else []
         kernel.start([(accumulate(site, partial, others, tiles), [], WARPS, own), (producer, [], 1, least), *beside, *adder])
     return kernel
+
+
+def _reserve_operands(site: Site, out: Writer, halves: int, keys: str | int) -> None:
+    """Shared memory for tiles, and for what becomes of them."""
+    reserve(site, out, "q_ring", "Q", "STAGES", "BLOCK_M")
+    reserve(site, out, "do_ring", "dO", "1" if has_single_do(site) else "STAGES", "BLOCK_M")
+    reserve(site, out, "k_tile", "K", halves * key_tiles(site), keys)
+    reserve(site, out, "v_tile", "V", halves * key_tiles(site), keys)
+    reserve_dq(site, out)
+    dtype = f"{tiles_name('Q', site.qk_chunks[0])}.dtype"
+    shape, copies = f"{keys}, BLOCK_M", "STAGES * 2" if is_split(site) else "1"
+    layout = f"gl.NVMMASharedLayout.get_default_for([{shape}], {dtype})"
+    if stored_load(site):
+        shape, layout = ", ".join([*["1"] * gradient_dims(site.spec, site.stored), f"BLOCK_M, {keys}"]), "Captured_tiles.layout"
+    out.assign("ds_tile", f"gl.allocate_shared_memory({dtype}, [{copies}, {shape}], {layout})")
+    if is_wide(site):
+        out.assign("p_tile", f"gl.allocate_shared_memory({dtype}, [{keys}, BLOCK_M], gl.NVMMASharedLayout.get_default_for([{keys}, BLOCK_M], {dtype}))")
 
 
 def copies_much(site: Site) -> bool:

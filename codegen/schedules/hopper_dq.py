@@ -85,12 +85,12 @@ def dq_places(site: Site) -> tuple[Chunk, ...]:
     return (Chunk("", 0, HALF_WIDTH, False),) if is_halved(site) else tuple(site.qk_chunks)
 
 
-def _position(site: Site, c: Chunk) -> str:
-    """Coordinates of a piece of a tile, for TMA."""
+def sum_position(site: Site, c: Chunk, beside: str = "") -> str:
+    """Coordinates of a piece of a tile, for TMA. beside: a line more, as text."""
     whole, rest = divmod(padded(site.D), LINE)
     row = "sum0" if site.documents else "i0"
     line = f"({row} >> {LINE.bit_length() - 1}) * {padded(site.D)}" if rest else f"{row} * {whole}"
-    return "[" + ", ".join([*(local(a) for a in operand_axes(site, "Q")), f"{line}{_plus(ROWS * c.start // LINE)}", "0"]) + "]"
+    return "[" + ", ".join([*(local(a) for a in operand_axes(site, "Q")), f"{line}{_plus(ROWS * c.start // LINE)}{beside}", "0"]) + "]"
 
 
 def _plus(number: int) -> str:
@@ -178,17 +178,17 @@ def add_dq(site: Site, out: Writer, coordinates: Callable[[str], str] = str, pla
             multiply(together)
             out.line("tma.store_wait(0)", "the half before has left its place")
             out.line("barrier()")
-        _store_share(site, out, together, place)
+        store_share(site, out, together, place)
         if not n:
             await_turn(site, out)
         out.line("barrier()")
         for c in together:
-            out.line(f"reduce_add(dQ_tiles{at(c)}, {coordinates(_position(site, c))}, dq_tile{at(c)}.index(0))")
+            out.line(f"reduce_add(dQ_tiles{at(c)}, {coordinates(sum_position(site, c))}, dq_tile{at(c)}.index(0))")
     if site.ordered:
         out.assign("previous", "turn")
 
 
-def _store_share(site: Site, out: Writer, found, place: str) -> None:
+def store_share(site: Site, out: Writer, found, place: str) -> None:
     """Pieces of dQ into their places, in the order of the registers that they lie in."""
     for c in found:
         ordered = out.assign(f"registers{c.suffix}", _by_registers(site, c, f"dq{c.suffix}"))
@@ -201,7 +201,7 @@ def hand_over_dq(site: Site, out: Writer, place: str) -> None:
     """A step's share of dQ, for the warp that adds it."""
     with out.block("if is_first == 0:"):
         out.line("await_place_of_dq()")
-    _store_share(site, out, site.qk_chunks, place)
+    store_share(site, out, site.qk_chunks, place)
     out.line("hand_dq()")
 
 
@@ -224,7 +224,7 @@ def add_apart(site: Site) -> Partition:
         look(site, out)
         await_turn(site, out)
         for c in dq_places(site):
-            out.line(f"reduce_add(dQ_tiles{c.suffix}, {_position(site, c)}, dq_tile{c.suffix}.index(0))")
+            out.line(f"reduce_add(dQ_tiles{c.suffix}, {sum_position(site, c)}, dq_tile{c.suffix}.index(0))")
         out.line("tma.store_wait(0)", "it has left its place")
         out.line("free_place_of_dq()")
         if site.ordered:

@@ -21,7 +21,7 @@ from ..ranges import bounds
 from ..reads import across, averages
 from ..writer import Writer
 from .common import PADDING, has_slopes
-from .hopper import place_of, rises
+from .hopper import THIRD, place_of, rises
 from .hopper_lists import list_arguments, rows_of_keys
 from .hopper_captured import assign_batch, shares, tile_loads
 
@@ -42,7 +42,7 @@ def is_split(site: Site) -> bool:
 
 
 def is_wide(site: Site) -> bool:
-    """Heads above 128: a tile of 64 keys, of which two warpgroups take half of the columns each, so that their registers hold dK and dV."""
+    """Heads above 128: a tile of 64 keys, of which two warpgroups take half of the columns each, so that their registers hold dK and dV; or of 96, and three (`hopper_thirds`)."""
     return max(site.D, site.Dv) > 128
 
 
@@ -55,7 +55,22 @@ def adds_apart(site: Site) -> bool:
 
 def has_single_do(site: Site) -> bool:
     """Is there shared memory for one tile of dO alone, whatever the stages?"""
-    return padded(site.D) + padded(site.Dv) > 384
+    return padded(site.D) + padded(site.Dv) > 384 - site.thirds
+
+
+def readers(site: Site) -> int:
+    """Partitions that read a tile of keys, and each row that sees it, and say so."""
+    return 3 if site.thirds else 2 if is_split(site) else 1
+
+
+def own_keys(site: Site) -> str:
+    """What of a vector over a tile of keys is a partition's own."""
+    return f".slice(PART * {HALF}, {HALF})" if is_split(site) else f".slice(PART * {THIRD}, {THIRD})" if site.thirds else ""
+
+
+def keys_held(site: Site) -> str:
+    """Elements of such a vector: a power of two."""
+    return "128" if site.thirds else "BLOCK_N"
 
 
 def do_place(site: Site) -> tuple[str, str]:
@@ -174,14 +189,14 @@ def key_ring(site: Site, load: Load) -> str:
 def keys_from_rings(site: Site, program: Program) -> None:
     """Let the program read key vectors where it names them: registers are what it lacks."""
     for load in key_loads(site):
-        text = f"{key_ring(site, load)}.index(kv){f'.slice(PART * {HALF}, {HALF})' * is_split(site)}.load(keywise)"
+        text = f"{key_ring(site, load)}.index(kv){own_keys(site)}.load(keywise)"
         program.outer.names[load] = f"({text} != 0)" if load.kind == BOOL else text
 
 
 def reserve_numbers(site: Site, out: Writer) -> None:
     for load in key_loads(site):
         dtype = {FLOAT: "gl.float32", BOOL: "gl.int32"}.get(load.kind, f"{pointer(load.name)}.dtype.element_ty")
-        out.assign(key_ring(site, load), f"gl.allocate_shared_memory({dtype}, [{key_tiles(site)}, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+        out.assign(key_ring(site, load), f"gl.allocate_shared_memory({dtype}, [{key_tiles(site)}, {keys_held(site)}], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
     # the warpgroup of dQ still reads a place when the others have left the rows of the next step
     for name, numbers in (("keys_told", str(key_tiles(site) * len(_keys_told(site)))), ("rows_told", f"2 * STAGES * {len(rows_told(site))}")):
         out.assign(name, f"gl.allocate_shared_memory(gl.int32, [{numbers}, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))")

@@ -20,7 +20,7 @@ from ..order import long_first
 from ..parts import Site, chunks
 from ..ranges import bounds
 from ..reads import averages
-from .hopper import is_laden
+from .hopper import THIRD, is_laden
 from .hopper_captured import gradient_dims, mask_loads, outermost, shares
 from .hopper_keys import goes_past_of
 from .hopper_locate import by_host, takes_key_tiles, takes_row_tiles, tells, visits_together
@@ -110,10 +110,14 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     split = _is_split(problem)
     keys = 2 if split else 1  # tiles of them
     late = split and stages > 2  # `hopper_keys.frees_late`
-    wide, single = _is_wide(problem), _has_single_do(problem)
+    thirds = n == 3 * THIRD
+    wide, single = _is_wide(problem), _has_single_do(problem, thirds)
     paired = not (split or wide)  # `hopper_keys.adds_apart`
-    found = _tiles(stages, m, q) + _tiles(1 if single else stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * min(w, 128) * 4, 1024) for w in q]
-    found += [((stages if split else 1) * 2 * m * n, 1024)] * (1 + wide) + _captured_tiles(spec, m, n, stages, tiled)
+    if thirds:
+        found = _thirds_tiles(problem, m, stages, single)
+    else:
+        found = _tiles(stages, m, q) + _tiles(1 if single else stages, m, v) + _tiles(keys, n, q) + _tiles(keys, n, v) + [(m * min(w, 128) * 4, 1024) for w in q]
+        found += [((stages if split else 1) * 2 * m * n, 1024)] * (1 + wide) + _captured_tiles(spec, m, n, stages, tiled)
     found += [(stages * m * n, 1024)] * len(mask_loads(spec, tiled))
     if not is_counted(spec):
         rows = 3 + sum(2 for load in spec.loads if load.variables & {"i", "j"} == {"i"})  # of 4 bytes
@@ -121,7 +125,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
         by_key = sum("j" in load.variables and "i" not in load.variables for load in spec.loads)  # vectors of 8 bytes an element at most
         return sum(size for size, _ in found) + stages * (4 * rows * m + sums) + keys * 8 * n * by_key + 2048
     found += [(stages * 4 * m, 16)] * (2 + averages(spec)) + [(stages * m * _element(load), 16) for load in _at(spec, "i")]
-    found += [(keys * n * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
+    found += [(keys * (128 if thirds else n) * _element(load), 16) for load in _at(spec, "j")] + [(8 * n, 16)] * _sums(spec)
     apart = _is_apart(spec, problem, tiled, listed)
     found += [(keys * BARRIER, 16)] * (3 if split or apart else 2) + [(stages * BARRIER, 16)] * (5 if split and not late else 4 if split else 2 if paired else 3 - single)
     found += [(BARRIER, 16)] * (2 * single)
@@ -132,7 +136,16 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     by_key = 4 + len(spec.axes) - len(others) + before + 2 * documents + len(goes_past_of(spec, max(problem.D, problem.Dv), listed, documents))
     told = keys * by_key, 2 * stages * (1 + bool(others or paired) + len(others) + documents)
     found += [(NUMBER * number, 16) for number in told]
-    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, paired, stored, listed, documents, turns), 8), (12 if split else 4, 4)])
+    return stacked([*found, (_backward_handed(spec, problem, tiled, n, split, late, paired, stored, listed, documents, turns), 8), (12 if split or thirds else 4, 4)])
+
+
+def _thirds_tiles(problem: Problem, m: int, stages: int, single: bool) -> list[tuple[int, int]]:
+    """As `hopper_thirds.reserve_operands`."""
+    q, v = -(-problem.D // 64), -(-problem.Dv // 64)
+    found = _tiles(stages * q, m, [64]) + _tiles(v if single else stages * v, m, [64]) + [(q * m * 64 * 4, 1024)]
+    for rows in (64, THIRD):
+        found += _tiles(q, rows, [64]) + _tiles(v, rows, [64]) + [(2 * m * rows, 512)] * 2
+    return found
 
 
 def _is_split(problem: Problem) -> bool:
@@ -145,9 +158,9 @@ def _is_wide(problem: Problem) -> bool:
     return max(problem.D, problem.Dv) > 128
 
 
-def _has_single_do(problem: Problem) -> bool:
+def _has_single_do(problem: Problem, thirds: bool) -> bool:
     """As `hopper_keys.has_single_do`."""
-    return sum(_pieces(problem.D)) + sum(_pieces(problem.Dv)) > 384
+    return sum(_pieces(problem.D)) + sum(_pieces(problem.Dv)) > 384 - thirds
 
 
 def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:
@@ -268,12 +281,16 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
+    thirds = n == 3 * THIRD
+    if thirds:  # one buffer and map for all pieces, and keys in two; the gradients' maps, dQ's tile, P and dS
+        pieces = v_pieces = 1
+        total = 14 * ADDRESS + k + v + pieces * q + 4 * _buffer(3)
     total += pieces * (q + k) + v_pieces * (v + out) + 4 * _buffer(2) + (8 - late if split else 5 - paired + _is_apart(spec, problem, tiled, listed)) * _buffer(2)
-    total += _buffer(2) * _has_single_do(problem)
-    total += _loads(spec, tiled, spec.loads if split else _of_the_warp(spec, listed))
+    total += _buffer(2) * _has_single_do(problem, thirds)
+    total += _loads(spec, tiled, spec.loads if split or thirds else _of_the_warp(spec, listed)) + ADDRESS * (thirds and spec.dropout > 0)
     total += (len(_at(spec, "i")) + len(_at(spec, "j")) + averages(spec)) * _buffer(2) + ADDRESS * (listed or averages(spec))
     ends = () if listed else (found.lo, found.hi, *((found.full_lo, found.full_hi) if found.has_full else ()))
-    uneven = problem.N % BLOCK > 0
+    uneven = problem.N % BLOCK > 0 or thirds
     # a batch index of keys is decoded without the extent of the first axis, one of queries likewise
     first = next((a for a in spec.axes if a in spec.k), "")
     known = [a for a in spec.axes if a != first or set(spec.axes) - spec.k and a != spec.axes[0]]
@@ -282,7 +299,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
         numbers += (first not in known and extents.get(first, 1) != 1) - 2
         total += ADDRESS + 2 * ADDRESS * split  # their order; dK and dV
         uneven = split
-    numbers += (uneven and (split or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
+    numbers += (uneven and (split or thirds or listed or found.has_full or found.is_total) or any(e.leaves & {Var("j1"), Var("N")} for e in ends)
                 or bool(_at(spec, "j")) or split and _reads_ends(spec, tiled))  # N
     mine = [a for a in spec.axes if a in spec.k | spec.v]
     if (turns or documents or not listed) and (documents or Var("j0") in found.lo.leaves and found.hi == Var("M") or shares(spec, tiled, mine)):  # batch indices that go together

@@ -17,7 +17,7 @@ from .common import mean_share, padded_rows
 from .hopper_captured import expect_with_mask, left_out, read_tiles, tile_bytes, tile_loads
 from .hopper import read_by_tma, segments
 from .hopper_lists import listed_tiles, row_place, row_start, tile_start
-from .hopper_keys import HALF, MOST_TILES, NEXT, adds_apart, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, is_wide, key_loads, key_ring, partial_tiles, rows_told
+from .hopper_keys import HALF, MOST_TILES, NEXT, adds_apart, await_place, do_place, each_tile, end_step, frees_late, has_single_do, is_apart, is_wide, key_loads, key_ring, keys_held, partial_tiles, rows_told
 from .hopper_past import count_past
 from .hopper_keys import slot_and_phase, slot_of, start_steps, takes_turns, tell, tell_keys
 
@@ -94,7 +94,8 @@ def _predecessor(site: Site, out: Writer) -> None:
 def read_vectors(site: Site, out: Writer, rows: Program | None) -> None:
     """Captured vectors read at the key alone, for the others. rows: what reads those at the row in the same function."""
     if loads := key_loads(site):
-        out.assign("j", "j0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))")
+        held = keys_held(site)
+        out.assign("j", f"j0 + gl.arange(0, {held}, gl.BlockedLayout([{held} // 32], [32], [1], [0]))")
         program = Program(site.spec, out.section(), inner="i", columns="i", beside=rows)
         for load in loads:
             out.line(f"{key_ring(site, load)}.index(kv).store({program.value(load)}{'.to(tl.int32)' * (load.kind == BOOL)})")
@@ -205,6 +206,9 @@ def _load_keys(site: Site, program: Program | None, out: Writer, halves: int, ha
         for operand in ("K", "V"):
             place = f"kv * {halves} + {n}" if halves > 1 else "kv"
             read_by_tma(site, out, operand, f"j0 + {n * half}" if n else "j0", "BLOCK_N", "kv_full.index(kv)", f"{operand.lower()}_tile", place, expect=False)
+        if site.thirds:
+            for operand in ("K", "V"):
+                read_by_tma(site, out, operand, "j0 + 64", "BLOCK_N", "kv_full.index(kv)", f"{operand.lower()}_rest", "kv", expect=False, tiles=f"{operand}_rest")
     if not is_apart(site):
         tell_keys(site, out)
     read_vectors(site, out, program)

@@ -14,7 +14,7 @@ from ..writer import Writer
 from .common import Body, has_slopes, scaled
 from .ends import tight_score
 from .hopper_captured import doubles, is_signed, left_out, tile_loads
-from .hopper import compares
+from .hopper import THIRD, compares
 from .hopper_keys import is_full, is_split, is_tight, is_wide, number, sees_ends_late
 from .hopper_producer import from_ring, rows_from_rings
 from .hopper_vectors import cut, groups, last_of_tile
@@ -37,7 +37,8 @@ def unknown_zero(site: Site, number: str) -> str:
 def by_halves(site: Site) -> bool:
     """Are weights and slopes worked out in one half of a tile after the other? The assembler keeps that order, else all of the exponentials are there
     before the first slope. They are where a slope is of the score alone."""
-    return (fills_registers(site) or is_full(site)) and not is_wide(site) and has_slopes(site) and _is_of(scaled(site, QK)[0], site.raw)
+    crowded = site.thirds or (fills_registers(site) or is_full(site)) and not is_wide(site)
+    return crowded and has_slopes(site) and _is_of(scaled(site, QK)[0], site.raw)
 
 
 def reads_rows_ahead(site: Site) -> bool:
@@ -80,7 +81,7 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
     """From the products qk: slope = exp(score - lse) * d score / d qk, and the weights p = exp(score - lse) after dropout."""
     spec, program = site.spec, body.program
     end = "N" if not site.documents else "key_end" if is_split(site) else number(site, "key_end", warps)  # from shared memory, for want of registers
-    beyond = [] if site.whole else [f"(j < {end})[:, None]"]
+    beyond = [] if site.whole else [program.spread(f"(j < {end})", frozenset("j"))]
     visible = [spec.visible] if spec.is_masked else []
     wanted = [scaled(site, QK)[0]]
     raw = tight_score(site, program, out, rows, "BLOCK_M", None if is_wide(site) else not is_split(site))
@@ -160,7 +161,8 @@ def weights(site: Site, body: Body, out: Writer, partial: str, rows: str, warps:
 def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidden: bool, rows: str, warps: int) -> None:
     """Weights, in the type of their product, and slopes from the tile `name` of scores; a slope's lowest bit says what dropout keeps."""
     rest, program, dropped = scaled(site, QK)[0], body.program, site.spec.dropout
-    halves = f".reshape([{rows}, 2, BLOCK_M // 2]).permute((0, 2, 1))"
+    width = str(THIRD) if site.thirds else "BLOCK_M"
+    halves = f".reshape([{rows}, 2, {width} // 2]).permute((0, 2, 1))"
     if dropped:
         out.assign("bits", _bits(site, rows, warps))
     out.assign("exponent", exponent)
@@ -177,16 +179,17 @@ def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidde
                 out.assign(p, f"kept({p}, bits_{half}, {threshold(dropped)})")
             out.assign(p, f"{p}.to({tiles_name('Q', site.qk_chunks[0])}.dtype)")
     for tile in ("p", "slope"):
-        out.assign(tile, f"gl.convert_layout(tl.join({tile}_0, {tile}_1).permute((0, 2, 1)).reshape([{rows}, BLOCK_M]), scores)")
+        out.assign(tile, f"gl.convert_layout(tl.join({tile}_0, {tile}_1).permute((0, 2, 1)).reshape([{rows}, {width}]), scores)")
 
 
 def _bits(site: Site, rows: str, warps: int) -> str:
     """Where registers run out, of the seed and an unknown zero: a key for each round, known ahead of the loop, would take two. Where a mask is read by
     hand, or sums beyond a table's ends are kept, of such a zero too: with whom a thread shares bits would take five."""
     zero = "told >> 31"
-    late = f" + ({zero})" if fills_registers(site) or is_full(site) else ""
+    late = f" + ({zero})" if fills_registers(site) or is_full(site) or site.thirds else ""
     unknown = "0" if compares(site.spec) and not any(map(ends, site.loads)) else zero
-    return f"random_bits(seed{late}, z, key0, i0, {unknown}, None, None, {rows}, BLOCK_M, {warps}, True, False, scores)"
+    shape = f"z, i0, key0, {unknown}, None, None, BLOCK_M, {THIRD}, {warps}, False" if site.thirds else f"z, key0, i0, {unknown}, None, None, {rows}, BLOCK_M, {warps}, True"
+    return f"random_bits(seed{late}, {shape}, False, scores)"
 
 
 def degree(e: Expr, x: Expr) -> int:
@@ -208,13 +211,13 @@ def score_gradient(site: Site, body: Body, out: Writer, partial: str) -> None:
     scale = kept_scale(spec.dropout)
     if is_signed(site):
         within = 1.0 if doubles(site) else 0.5 * scale / left_out(site)  # |x| + x is 2 p: p itself would be kept in registers
-        out.assign("ds", f"(slope + tl.abs(slope)) * {'dp' if within == 1.0 else f'(dp * {within!r})'} - tl.abs(slope) * delta[None, :]")
+        out.assign("ds", f"(slope + tl.abs(slope)) * {'dp' if within == 1.0 else f'(dp * {within!r})'} - tl.abs(slope) * {body.across('delta')}")
     else:
         if spec.dropout:
             if by_halves(site):
                 out.assign("keep", "is_marked(slope)")
             out.assign("dp", f"tl.where(keep, dp * {scale!r}, 0.0)")
-        out.assign("ds", "slope * (dp - delta[None, :])")
+        out.assign("ds", f"slope * (dp - {body.across('delta')})")
     rest = scaled(site, QK)[0]
     if body.program.dims(rest) != {"i", "j"}:  # from shared memory again: a row vector kept since the scores would take registers
         body.program.forget_rows()

@@ -64,12 +64,12 @@ def scores_and_dp(site: Site, body: Body, out: Writer, rows: str = "BLOCK_N", wa
     if is_wide(site):
         look(site, out)
     out.assign("i", "i0 + rows")
-    _enter(site, body.program, out, rows, warps)
+    enter(site, body.program, out, rows, warps)
     if not ahead:
         await_scores()
 
 
-def _enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> None:
+def enter(site: Site, program: Program, out: Writer, rows: str, warps: int) -> None:
     """Begin a tile: where its vectors and captured tiles are, and with registers to spare the loads across rows and keys that TMA cannot do."""
     visible = [site.spec.visible] if site.spec.is_masked else []
     program.enter(out, [site.raw, *visible, scaled(site, QK)[0], *([site.spec.empty_over] if site.averages else [])], "")

@@ -64,7 +64,8 @@ class Workload:
 
     def __str__(self) -> str:
         p = self.problems[0]
-        return f"{self.variant}{' grouped' if self.grouped else ''} d={p.D} {p.dtype}{' decode' if p.M == 1 else ' few' if self.has_few else ''}" \
+        head = f"{p.D}" if p.D == p.Dv else f"{p.D}:{p.Dv}"
+        return f"{self.variant}{' grouped' if self.grouped else ''} d={head} {p.dtype}{' decode' if p.M == 1 else ' few' if self.has_few else ''}" \
             + (f" N<={p.N}" + " many" * one_tile.in_parts(p)) * self.is_short
 
     @property
@@ -78,12 +79,12 @@ class Workload:
         return self.problems[0].M * 8 <= self.problems[0].N
 
 
-def shape(length: int, head: int, grouped: bool, dtype: str, queries: int | None = None) -> Problem:
-    """Some 16k to 128k tokens. No extent is 1 or a multiple of 16: Triton compiles those anew."""
+def shape(length: int, head: int, grouped: bool, dtype: str, queries: int | None = None, values: int | None = None) -> Problem:
+    """Some 16k to 128k tokens. No extent is 1 or a multiple of 16: Triton compiles those anew. values: their head size, if another."""
     batch = {128: 36, 256: 30, 512: 12, 1024: 12, 2048: 6, 4096: 4, 8192: 2}.get(length, 2)
     heads = 12 if length <= 8192 else 2
     batch = 36 if queries else batch
-    return Problem((batch, 2, heads // 2) if grouped else (batch, heads), queries or length, length, head, head, dtype, dtype)
+    return Problem((batch, 2, heads // 2) if grouped else (batch, heads), queries or length, length, head, values or head, dtype, dtype)
 
 
 def grid(quick: bool = False, only: str = "") -> list[Workload]:
@@ -108,6 +109,7 @@ def grid(quick: bool = False, only: str = "") -> list[Workload]:
     few = lambda head: replace(shape(32768, head, True, "bfloat16", 1), extents=(3, 2, 6))  # fewer programs than a card holds
     found[8:8] = [Workload("full", True, (*(shape(n, head, True, "bfloat16", 1) for n in (2048, 32768)), few(head))) for head in (64, 128)]
     found.append(Workload("causal", False, tuple(shape(n, 64, False, "float32") for n in (512, 2048))))
+    found += [Workload(variant, False, tuple(shape(n, 192, False, "bfloat16", values=128) for n in usual)) for variant in ("full", "causal")]
     found += [Workload("mask", False, tuple(shape(n, head, False, "bfloat16") for n in (512, 2048))) for head in (64, 128)]
     shapes = {32: ((9, 7, 100, 16384), (9, 7, 100, 4096), (2, 9, 100, 16384)), 64: ((9, 7, 100, 4096), (5, 13, 250, 4096), (2, 15, 500, 8192)),
               128: ((9, 14, 120, 8192), (2, 9, 500, 8192))}  # as many programs as a card holds, or fewer

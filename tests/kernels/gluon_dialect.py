@@ -213,13 +213,20 @@ def arrive(*name) -> None:
     _here.task.pause()
 
 
+def meet() -> None:
+    """Wait until all three warpgroups have come as often."""
+    times = _here.task.simulation.met.setdefault(_here.task.program, {})
+    times[_here.task] = mine = times.get(_here.task, 0) + 1
+    _here.task.pause(lambda: sum(n >= mine for n in times.values()) == 3)
+
+
 def _arrived() -> set:
     return _here.task.simulation.arrived.setdefault(_here.task.program, set())
 
 
 NAMED = dict(await_turn=lambda WARPGROUP: sync("turn", WARPGROUP), pass_turn=lambda WARPGROUP, WARPGROUPS: arrive("turn", (WARPGROUP + 1) % WARPGROUPS),
              leave_rows=lambda slot: arrive("rows", int(slot)), await_rows=lambda slot: sync("rows", int(slot)), hand_dq=lambda: arrive("dQ"), await_dq=lambda: sync("dQ"),
-             free_place_of_dq=lambda: arrive("place of dQ"), await_place_of_dq=lambda: sync("place of dQ"))
+             meet=meet, free_place_of_dq=lambda: arrive("place of dQ"), await_place_of_dq=lambda: sync("place of dQ"))
 """What text of `codegen.named` calls. A partition is one task here: two warpgroups that hold keys together do not wait for each other."""
 
 

@@ -93,6 +93,7 @@ class Simulation:
         self.tasks: list[Task] = []
         self.copies: list[Copy] = []
         self.arrived: dict[tuple, set] = {}  # at named barriers, by program
+        self.met: dict[tuple, dict] = {}  # how often partitions of a program came to where they meet
         self.haste = self.random.choice((0.05, 0.5, 5.0))  # of copies beside partitions
 
     def start(self, name: str, program: tuple, run) -> Task:

@@ -160,6 +160,14 @@ def test_rest_of_value_heads(head, value_head):
 
 
 @pytest.mark.parametrize("variant, kind, head, value_head, length", thinned([
+    ("causal", "gqa", 192, 128, 193), ("full", "self", 192, 192, 193), ("dropout", "gqa", 192, 128, 130), ("softcap", "self", 192, 64, 97), ("window", "self", 176, 192, 300),
+    ("full", "gqa", 64, 192, 130), ("mean_left_padding", "gqa", 192, 128, 200), ("padding", "self", 192, 192, 130)], 3))
+def test_rest_of_heads_by_thirds(variant, kind, head, value_head, length):
+    assert make_plan(spec(EVERY[variant], kind), problem(kind, head, "bfloat16", M=length, Dv=value_head), CARD, "backward").by_thirds
+    check(variant, kind, "bfloat16", head, length, shape={"Dv": value_head})
+
+
+@pytest.mark.parametrize("variant, kind, head, value_head, length", thinned([
     ("full", "self", 256, 256, 193), ("causal", "gqa", 192, 192, 200), ("dropout", "self", 256, 256, 200), ("padded_bias", "self", 160, 160, 193),
     ("documents", "gqa", 256, 128, 320), ("shared_bias", "gqa", 208, 208, 256), ("ended_dropout", "gqa", 192, 256, 200), ("mean_left_padding", "self", 256, 256, 130)], 4))
 def test_rest_of_wide_heads(variant, kind, head, value_head, length):
@@ -315,6 +323,18 @@ BROKEN_WIDE = {  # at 256, where dQ goes in halves and there is one tile of dO
     r"mbarrier\.arrive\(rows_empty\.index\(slot\), count=1\)$": "pass",
 }
 
+BROKEN_THIRDS = {  # at 192, by three warpgroups with a third of the keys each
+    r"meet\(\)\n +own_do": "own_do",
+    r"meet\(\)\n +mbarrier": "mbarrier",
+    r"dv, dv_rest = warpgroup_mma_wait\(0, (.*)$": r"dv, dv_rest = warpgroup_mma_wait(2, \2",
+    r"dk, dk_rest = warpgroup_mma_wait\(0, (.*)$": r"dk, dk_rest = warpgroup_mma_wait(2, \2",
+    r"tma\.store_wait\(0\)  # dQ of the step before has left its place$": "pass",
+    r"mbarrier\.arrive\(do_empty\.index\(0\), count=1\)$": "pass",
+    r"mbarrier\.wait\(do_empty\.index\(0\), at & 1 \^ 1\)$": "pass",
+    r"mbarrier\.arrive\(rows_empty\.index\(slot\), count=1\)$": "pass",
+    r"mbarrier\.wait\(kv_empty\.index\(kv\), \(nth & 1\) \^ 1\)$": "pass",
+}
+
 BROKEN_PAST = {  # where halves go past rows
     r"ds_tile\.index\(slot \* 2 \+ PART\)\.store\(zeros\.to\(Q_tiles\.dtype\)\)$": "pass",
     r"front = gl\.minimum\(.*\).*$": "front = count",
@@ -337,13 +357,13 @@ BROKEN_APART = {  # there, where a warp of its own copies the keys
 @pytest.mark.parametrize("head, variant, line", thinned([*((64, "causal", line) for line in BROKEN), *((128, "causal", line) for line in BROKEN_LONG),
                                                  *((128, "padded_bias", line) for line in BROKEN_APART),
                                                  *((64, "softcap", line) for line in BROKEN_PAST),
-                                                 *((256, "causal", line) for line in BROKEN_WIDE), *((40, "causal", line) for line in BROKEN_TURNS)], 5))
+                                                 *((256, "causal", line) for line in BROKEN_WIDE), *((192, "causal", line) for line in BROKEN_THIRDS), *((40, "causal", line) for line in BROKEN_TURNS)], 5))
 def test_rest_of_errors_that_are_found(head, variant, line, monkeypatch):
     """Each of these lines is needed, and the simulator tells what its loss does: it is what stands for the races of a card."""
     broken = []
 
     def load(text):
-        changed, number = re.subn(rf"(?m)^( +){line}", rf"\1{(BROKEN | BROKEN_PAST | BROKEN_LONG | BROKEN_APART | BROKEN_WIDE | BROKEN_TURNS)[line]}", text)
+        changed, number = re.subn(rf"(?m)^( +){line}", rf"\1{(BROKEN | BROKEN_PAST | BROKEN_THIRDS | BROKEN_LONG | BROKEN_APART | BROKEN_WIDE | BROKEN_TURNS)[line]}", text)
         broken.append(number)
         return gluon_dialect.load(changed)
 
