@@ -264,10 +264,10 @@ def is_crowded(spec: AttentionSpec, head: int) -> bool:
 def takes_thirds(spec: AttentionSpec, problem: Problem, listed: bool, ordered: bool) -> bool:
     """Does a backward have tiles of 96 keys (`hopper_thirds`)? Lists have blocks of 128 keys, which 96 do not divide; shared memory has no place for captured tiles, nor are
     there registers for what is read element by element, for slopes beside dropout, or of a score that names q . k twice; and who adds to dQ in an order adds all of its columns."""
-    head, pieces = max(problem.D, problem.Dv), (padded(problem.D), padded(problem.Dv))
+    if not 128 < max(problem.D, problem.Dv) <= 192 or padded(problem.D) % 64 or padded(problem.Dv) % 64:
+        return False
     slopes = {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
-    tight = across(spec) or slopes and (spec.dropout or not _in_place(peel(spec.score)[0]))
-    return 128 < head <= 192 and not any(width % 64 for width in pieces) and not (listed or ordered or tight)
+    return not (listed or ordered or across(spec) or slopes and (spec.dropout or not _in_place(peel(spec.score)[0])))
 
 
 def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False, listed: bool = False) -> str | None:

@@ -1,6 +1,6 @@
 """compute-sanitizer over one forward and one backward of each schedule: accesses out of bounds (memcheck), races in shared memory (racecheck).
 
-    python -m tests.gpu.sanitize [--tools memcheck,racecheck] [--limit 240]
+    python -m tests.gpu.sanitize [--tools memcheck,racecheck] [--heads 64,128] [--limit 240]
 
 The kernels are compiled first, without the tool. Lengths are no multiple of a tile. A line for each run, and the tool's own report if it is not clean. Of warp-specialised
 kernels racecheck cannot judge what partitions hand each other (`tests.gpu.hazards`, which says why): of those hazards there is only the number, beside that of a ring which is right.
@@ -29,7 +29,7 @@ attention[b, h, i, j]
 TEXTS = {"dropout": TEXT, "plain": "\n".join(line for line in TEXT.splitlines() if line.split()[0] not in ("where", "empty", "drop"))}
 TEXTS["documents"] = "\n".join({"qk": "  given   doc: int[2]\n" + line, "where": "  where   (doc[b, i] == doc[b, j]) & (j <= i)", "drop": ""}.get(line.split()[0], line)
                              for line in TEXT.splitlines()).replace("\n\n", "\n")
-RUNS = (("triton", 64, "dropout"), ("triton", 128, "dropout"), ("hopper", 64, "dropout"), ("hopper", 128, "dropout"), ("hopper", 256, "dropout"),
+RUNS = (("triton", 64, "dropout"), ("triton", 128, "dropout"), ("hopper", 64, "dropout"), ("hopper", 128, "dropout"), ("hopper", 192, "dropout"), ("hopper", 256, "dropout"),
         ("hopper", 64, "plain"), ("hopper", 128, "plain"), ("hopper", 64, "documents"), ("hopper", 128, "documents"), ("ring", 0, "control"))
 CLEAN = "clean"
 LENGTH = 300
@@ -93,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default="memcheck,racecheck")
     parser.add_argument("--limit", type=int, default=240, help="seconds for one run")
+    parser.add_argument("--heads", default="", help="of these sizes alone, with commas")
     parser.add_argument("--run", nargs=3, metavar=("SCHEDULE", "HEAD", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.run:
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     with ThreadPoolExecutor(8) as pool:
         for tools in ([""], options.tools.split(",")):  # first without a tool, to compile
-            runs = [(tool, *run) for tool in tools for run in RUNS]
+            runs = [(tool, *run) for tool in tools for run in RUNS if not options.heads or str(run[1]) in options.heads.split(",")]
             for (tool, schedule, head, kind), (said, text) in zip(runs, pool.map(lambda run: checked(*run, options.limit), runs)):
                 if tool or said != CLEAN:
                     print(f"{tool or 'without a tool':12} {schedule:7} d={head:<4} {kind:9} {said}", flush=True)

@@ -35,13 +35,13 @@ def product() -> list[tuple[str, str, str, int, int]]:
     return [(v, kind, dtype, HEADS[n % 5], (37, 45, 21)[n // 5 % 3]) for n, (v, kind, dtype) in enumerate(points)]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(product(), 11))
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(product(), 17))
 def test_product(variant, kind, dtype, head, length):
     with overridden(**TILES[(head + length) % 3]):
         run(spec(CORE[variant], kind), problem(kind, head, dtype, M=length, batch=1)).within_budget()
 
 
-@pytest.mark.parametrize("variant, kind, dtype", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(MORE)], 7))
+@pytest.mark.parametrize("variant, kind, dtype", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3]) for n, v in enumerate(MORE)], 10))
 def test_more(variant, kind, dtype):
     with overridden(**TILES[len(variant) % 3]):
         run(spec(MORE[variant], kind), problem(kind, 24, dtype, batch=1 + (kind != "gqa"))).within_budget()
@@ -117,7 +117,7 @@ WIDE = (dict(forward=(64, 32, 4, 1), keys=(32, 64, 4, 1), rows=(64, 32, 4, 1), d
 LISTED = [name for name, v in {**CORE, **MORE}.items() if spec(v).is_data_masked]
 
 
-@pytest.mark.parametrize("variant, kind, dtype, length", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], (290, 256)[n % 2]) for n, v in enumerate(LISTED)], 5))
+@pytest.mark.parametrize("variant, kind, dtype, length", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], (290, 256)[n % 2]) for n, v in enumerate(LISTED)], 7))
 def test_listed(variant, kind, dtype, length):
     """Tiles from lists of blocks of 128 x 128 and 64 x 128: with tails, and with lengths that every tile divides (no bounds checks)."""
     with overridden(**WIDE[length == 256]):
@@ -171,7 +171,7 @@ def test_more_ends_of_a_table(n, where):
         run(s, p, operands=(q, k, v, [ends, rel], seed, sizes)).within_budget()
 
 
-@pytest.mark.parametrize("variant", thinned(LISTED, 3))
+@pytest.mark.parametrize("variant", thinned(LISTED, 5))
 def test_listed_kinds(variant):
     """The generated summary kernel against the mask evaluated in PyTorch, on random captured tensors and on sorted large ids."""
     s = spec({**CORE, **MORE}[variant])
@@ -187,7 +187,7 @@ def test_listed_kinds(variant):
             assert torch.equal(rows, blocks._listed(blocks.joined(kinds))) and torch.equal(keys, blocks._listed(through.mT))
 
 
-@pytest.mark.parametrize("name", thinned((name for name, text in FAMILIES.items() if text != "True"), 8))
+@pytest.mark.parametrize("name", thinned((name for name, text in FAMILIES.items() if text != "True"), 11))
 def test_listed_families(name):
     """The generated summary kernel for every family of masks, and where rows that they leave empty average v."""
     given = tensors(257, 300, 1)
@@ -292,7 +292,7 @@ def split(s, p, tiles, parts, operands=None, lists=None):
         return launch.forward(s, q, k, v, aux, seed, sizes, lists)
 
 
-@pytest.mark.parametrize("variant, kind, dtype, lengths", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], DECODING[n % 5]) for n, v in enumerate(SPLIT)], 7))
+@pytest.mark.parametrize("variant, kind, dtype, lengths", thinned([(v, list(KINDS)[n % 3], DTYPES[n // 2 % 3], DECODING[n % 5]) for n, v in enumerate(SPLIT)], 9))
 def test_split(variant, kind, dtype, lengths):
     """Against float64, and the log-sum-exp against that of one part."""
     M, N, parts = lengths
@@ -351,7 +351,7 @@ def heads(variant: Variant, group: str) -> AttentionSpec:
 
 @pytest.mark.parametrize("variant, group, M, parts, tiles", thinned([
     (v, list(GROUPS)[n % 3], (1, 2, 3, 5)[(n + m) % 4], 1 + 2 * ((n + m) % 2), TILES[(n + m) % 3])
-    for n, v in enumerate(v for v in PACKED if not PACKED[v].drop) for m in range(3)], 5))
+    for n, v in enumerate(v for v in PACKED if not PACKED[v].drop) for m in range(3)], 7))
 def test_split_packed(variant, group, M, parts, tiles):
     """Heads that share keys as rows of one tile or of several, keys in parts or not: against float64, and as in tiles of their own."""
     s, extents = heads(PACKED[variant], group), GROUPS[group][2]
