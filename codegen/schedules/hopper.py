@@ -15,7 +15,7 @@ from ..philox import HALF_BITS, is_narrow
 from ..parts import Chunk, Site, arguments, chunks, operand_axes, pieces, tiles_name
 from ..program import Program, local
 from ..ranges import Bounds, bounds
-from ..reads import across
+from ..reads import across, averages
 from ..within import interval
 from ..writer import Writer
 
@@ -263,11 +263,14 @@ def is_crowded(spec: AttentionSpec, head: int) -> bool:
 
 def takes_thirds(spec: AttentionSpec, problem: Problem, listed: bool, ordered: bool) -> bool:
     """Does a backward have tiles of 96 keys (`hopper_thirds`)? Lists have blocks of 128 keys, which 96 do not divide; shared memory has no place for captured tiles, nor are
-    there registers for what is read element by element, for slopes beside dropout, or of a score that names q . k twice; and who adds to dQ in an order adds all of its columns."""
+    there registers for what is read element by element, masks that read at rows or keys, rows that average v, slopes beside dropout or of a score that names q . k twice (28 to 230 bytes spilled); and who adds to
+    dQ in an order adds all of its columns."""
     if not 128 < max(problem.D, problem.Dv) <= 192 or padded(problem.D) % 64 or padded(problem.Dv) % 64:
         return False
     slopes = {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
-    return not (listed or ordered or across(spec) or slopes and (spec.dropout or not _in_place(peel(spec.score)[0])))
+    if listed or ordered or averages(spec, problem.M <= problem.N) or slopes and (spec.dropout or not _in_place(peel(spec.score)[0])):
+        return False
+    return not across(spec) and not any({"i", "j"} & load.variables for load in spec.visible.loads)
 
 
 def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, deterministic: bool = False, listed: bool = False) -> str | None:
