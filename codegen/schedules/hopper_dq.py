@@ -105,8 +105,12 @@ def sum_arguments(site: Site) -> dict[str, str]:
 
 def reserve_dq(site: Site, out: Writer) -> None:
     for c in dq_places(site):
-        ones = "1, " * (1 + len(operand_axes(site, "Q")))
-        out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [{ones}{_lines(c)}], {tiles_name('dQ', c)}.layout)")
+        out.assign(f"dq_tile{c.suffix}", f"gl.allocate_shared_memory(gl.float32, [1, {sum_block(site, c)}], {tiles_name('dQ', c)}.layout)")
+
+
+def sum_block(site: Site, c: Chunk) -> str:
+    """Shape of a piece of a tile as TMA sees it."""
+    return "1, " * len(operand_axes(site, "Q")) + _lines(c)
 
 
 # --------------------------------------------------------------------------------------------------------------- turns

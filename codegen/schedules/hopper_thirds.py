@@ -18,7 +18,7 @@ from ..writer import Writer
 from .common import Body, scaled
 from .hopper import THIRD, block_shape, piece_of, position, tma_arguments
 from .hopper_captured import left_out
-from .hopper_dq import store_share, sum_position
+from .hopper_dq import store_share, sum_block, sum_position
 from .hopper_keys import do_place, each_step, has_single_do, keys_at, keys_from_rings, read_late, row_at
 from .hopper_score import score_gradient, weights
 from .hopper_steps import enter
@@ -38,21 +38,17 @@ def arguments(site: Site, results: dict[str, str]) -> dict[str, str]:
 
 def reserve_operands(site: Site, out: Writer) -> None:
     """Shared memory for tiles, all pieces of one in one buffer."""
-    rows, dtype = "1" if has_single_do(site) else "STAGES", "Q_tiles.dtype"
-    keys = [(f"{x.lower()}_{part}", x, f"{x}_{'tiles' if part == 'tile' else part}", "1", size) for x in "KV" for part, size in (("tile", 64), ("rest", REST))]
-    for name, operand, tiles, copies, height in (("q_ring", "Q", "Q_tiles", "STAGES", "BLOCK_M"), ("do_ring", "dO", "dO_tiles", rows, "BLOCK_M"), *keys):
-        found = _pieces(site, operand)
-        out.assign(name, f"gl.allocate_shared_memory({tiles}.dtype, [{copies} * {len(found)}, {block_shape(site, operand, height, found[0])}], {tiles}.layout)")
+    rings = ("q_ring", "Q", "Q_tiles", "STAGES * ", "BLOCK_M"), ("do_ring", "dO", "dO_tiles", "" if has_single_do(site) else "STAGES * ", "BLOCK_M")
+    keys = [(f"{x.lower()}_{part}", x, f"{x}_{tiles}", "", size) for x in "KV" for part, tiles, size in (("tile", "tiles", 64), ("rest", "rest", REST))]
+    dtype = "Q_tiles.dtype"
+    for name, operand, tiles, copies, height in (*rings, *keys):
+        found = site.qk_chunks if operand in ("Q", "K") else site.v_chunks
+        out.assign(name, f"gl.allocate_shared_memory({dtype}, [{copies}{len(found)}, {block_shape(site, operand, height, found[0])}], {tiles}.layout)")
     out.line(f"by_thirds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, {THIRD}], {dtype})", "the side of 64 in halves")
     for name in ("p", "ds"):
         out.assign(f"{name}_tile", f"gl.allocate_shared_memory({dtype}, [1, BLOCK_M, 64], by_thirds)")
         out.assign(f"{name}_rest", f"gl.allocate_shared_memory({dtype}, [1, BLOCK_M, {REST}], by_thirds)")
-    ones = block_shape(site, "Q", "BLOCK_M * 2", Chunk("", 0, 32, False))
-    out.assign("dq_tile", f"gl.allocate_shared_memory(gl.float32, [{len(site.qk_chunks)}, {ones}], dQ_tiles.layout)")
-
-
-def _pieces(site: Site, operand: str) -> tuple[Chunk, ...]:
-    return site.qk_chunks if operand in ("Q", "K") else site.v_chunks
+    out.assign("dq_tile", f"gl.allocate_shared_memory(gl.float32, [{len(site.qk_chunks)}, {sum_block(site, site.qk_chunks[0])}], dQ_tiles.layout)")
 
 
 def _if_own(out: Writer, pieces: tuple[Chunk, ...]) -> ContextManager:
