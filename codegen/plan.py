@@ -294,8 +294,11 @@ class _Asked:
     def hopper(self) -> Plan:
         """Where tiles fit."""
         spec, problem, gpu, kernel = self.spec, self.problem, self.gpu, self.hopper_kernel
-        if kernel in OVERRIDE:
-            best, reason = Candidate(OVERRIDE[kernel], 0, 0.0), "tiles given by the caller"
+        given = OVERRIDE.get(kernel)
+        if given and kernel == "keys" and given[1] == 3 * hopper.THIRD and not hopper.takes_thirds(spec, problem, self.listed, deterministic()):
+            given = None  # tuned before an order was asked for, or a list came
+        if given:
+            best, reason = Candidate(given, 0, 0.0), "tiles given by the caller"
         else:
             best, compared = chosen(self.hopper_tiles)
             reason = _reason(best, compared, gpu, True)

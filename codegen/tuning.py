@@ -93,7 +93,7 @@ def _offers(spec: AttentionSpec, problem: Problem, gpu: GPU, direction: str, giv
         kernel = "forward" if direction == "forward" else "keys"
         with overridden(schedule="hopper"):  # the plan that the model prefers may read none by TMA
             plan = make_plan(spec, problem, gpu, direction, **given)
-        own = [{"schedule": "hopper", kernel: t} for t in few("hopper", kernel, tiled=plan.tiled)]
+        own = [{"schedule": "hopper", kernel: t} for t in few("hopper", kernel, tiled=plan.tiled, ordered=plan.ordered)]
         if kernel == "keys" and grouped(spec) and not plan.ordered:  # the best tiles the other way round too
             own = [*({**offer, "turns": plan.turns} for offer in own), *({**offer, "turns": not plan.turns} for offer in own[:1])]
         found += own

@@ -119,6 +119,23 @@ def test_a_pin_overrules_the_model(monkeypatch):
         tuning.pin(s, "forward", "hopper", fwd=(128, 64, 8, 2))
 
 
+def test_keys_by_thirds_are_for_what_has_neither_an_order_nor_a_list():
+    """Nor where they were tuned or pinned before."""
+    card, s = BY_NAME["H200"], spec(CORE["causal"])
+    for head, values, by_thirds in ((192, 192, True), (192, 128, True), (128, 192, True), (160, 160, False), (256, 256, False), (192, 64, False)):
+        assert make_plan(s, problem("self", head, "bfloat16", M=4096, Dv=values, batch=4, heads=12), card, "backward").by_thirds == by_thirds
+    p = problem("self", 192, "bfloat16", M=4096, batch=4, heads=12)
+    with plan.overridden(schedule="hopper", keys=(64, 96, 12, 2)):
+        assert make_plan(s, p, card, "backward").by_thirds
+        listed = make_plan(spec(CORE["padding"]), p, card, "backward", listed=True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            ordered = make_plan(s, p, card, "backward")
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert [(x.schedule, x.tiles[:2], x.ordered) for x in (listed, ordered)] == [("hopper", (64, 64), False), ("hopper", (64, 64), True)]
+
+
 def test_what_is_offered_fits_with_the_captured_tiles():
     """Also where the model prefers the portable schedule, whose plan reads none."""
     s, given, card = spec(CORE["bias"]), dict(descriptors=True, listed=False, needs=(False,) * 4, tiled=("bias",)), BY_NAME["H200"]
