@@ -82,7 +82,7 @@ def meet():
 
 
 @gluon.jit
-def own_keys(tile, rest, place, PART: gl.constexpr):
+def third_of_keys(tile, rest, place, PART: gl.constexpr):
     """The 32 keys of one of three warpgroups: two have half of 64 each, the third the rest."""
     if PART < 2:
         return tile.index(place).reshape([64, 64]).slice(PART * 32, 32, 0)
@@ -91,7 +91,7 @@ def own_keys(tile, rest, place, PART: gl.constexpr):
 
 
 @gluon.jit
-def own_columns(tile, rest, place, PART: gl.constexpr):
+def third_of_columns(tile, rest, place, PART: gl.constexpr):
     """The same of a tile of all queries."""
     if PART < 2:
         return tile.index(place).slice(PART * 32, 32, 1)

@@ -28,7 +28,7 @@ RESERVED = frozenset("""q k v do out lse lse2 delta dq dk dv dp ds qk m l p acc 
     weight parts_of parts_of_rows part_k part_v shared_out combined packed_row kv kv_empty next_count start_ring before group together tile taken lanes lane is_partial is_first is_last told nth
     end work padded next_tile next_number following windows task Order begin is_earlier goes_first other others steps_at others_at mixed is_mixed tell number_at place_in phase_in keys_told rows_told locate_keys dk_tile dv_tile is_cut apart
     lists list_length told_ring place column threads threads_of own_max own_sum across weigh_text weigh_operands weigh_kinds first_of of_threads weighed total raised grown rescaled rescale_text rescale_operands within within_text within_operands ramp ramp_text ramp_operands widened is_row_by_row await_turn pass_turn named_barrier barrier_text leave_rows await_rows own_barrier_text v_held hand_dq await_dq free_place_of_dq await_place_of_dq own_turn exponent exponent_0 exponent_1 p_0 p_1 slope_0 slope_1 bits bits_0 bits_1
-    k_rest v_rest p_tile p_rest ds_rest dk_rest dv_rest own_do own_q by_thirds gradients meet own_keys own_columns K_rest V_rest dK_rest dV_rest next_dv_rest next_dk_rest registers""".split())
+    k_rest v_rest p_tile p_rest ds_rest dk_rest dv_rest own_do own_q by_thirds gradients meet third_of_keys third_of_columns K_rest V_rest dK_rest dV_rest next_dv_rest next_dk_rest registers""".split())
 """Names that generated kernels use themselves; an axis, size or tensor of that name gets an underscore."""
 
 HELPERS = {

@@ -119,7 +119,7 @@ def _scores_and_dp(site: Site, body: Body, out: Writer) -> None:
     def issue(name: str, rows: str, place: str, keys: str, pieces: tuple[Chunk, ...]) -> None:
         for n in range(len(pieces)):
             left = f"{rows}.index({piece_of(place, n, len(pieces))}).reshape([BLOCK_M, 64])"
-            own = f"own_keys({keys}_tile, {keys}_rest, first{f' + {n}' * (n > 0)}, PART).permute((1, 0))"
+            own = f"third_of_keys({keys}_tile, {keys}_rest, first{f' + {n}' * (n > 0)}, PART).permute((1, 0))"
             out.assign(name, f"warpgroup_mma({left}, {own}, {name if n else 'zeros, use_acc=False'}, is_async=True)")
     out.line("mbarrier.wait(q_full.index(slot), phase)")
     issue("next_qk", "q_ring", "slot", "k", site.qk_chunks)
@@ -133,7 +133,7 @@ def _scores_and_dp(site: Site, body: Body, out: Writer) -> None:
 
 def _publish(out: Writer, name: str, value: str) -> None:
     """Into shared memory for all three warpgroups."""
-    out.line(f"own_columns({name}_tile, {name}_rest, first, PART).store({value})")
+    out.line(f"third_of_columns({name}_tile, {name}_rest, first, PART).store({value})")
     out.line("fence_async_shared()")
     out.line("meet()")
 
