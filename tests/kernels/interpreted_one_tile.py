@@ -36,7 +36,7 @@ def planned(s, p):
     return s, p
 
 
-@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 7))
+@pytest.mark.parametrize("variant, kind, dtype, head, length", thinned(POINTS, 11))
 def test_gradient(variant, kind, dtype, head, length):
     head = min(head, 96) if "ended" in variant or variant == "t5_table" else head
     with asked(spec({**CORE, **MORE}[variant], kind), problem(kind, head, dtype, M=length, N=min(length + 14, 64) if kind == "cross" else None, batch=1)) as site:

@@ -212,12 +212,12 @@ MADE_OF = {  # what a spec is made of -> (axes of q, axes of k, captured tensor,
     "shared": ("b, h, g", "b, h", "t: float[3]", "qk + t[h, i, j]", ""), "of all": ("b, h", "b, h", "t: float[2]", "qk + t[i, j]", "j <= i")}
 
 
-@pytest.mark.parametrize("kind, extents, length, head, v_head, trained", [
+@pytest.mark.parametrize("kind, extents, length, head, v_head, trained", thinned([
     ("two", (1, 1), 512, 128, 128, False), ("two", (3, 5), 500, 64, 64, False), ("upper", (1, 3), 512, 64, 32, False),
     ("three", (3, 1, 5), 512, 72, 72, False),
     ("one", (7,), 500, 128, 64, False), ("bias", (2, 5), 512, 64, 64, True), ("by head", (2, 5), 512, 64, 64, False),
     ("one", (7,), 500, 192, 192, False), ("by head", (2, 5), 512, 192, 128, False), ("three", (3, 1, 5), 512, 128, 192, False),
-    ("shared", (3, 2, 5), 512, 64, 64, True), ("shared", (3, 2, 5), 512, 128, 128, True), ("of all", (2, 5), 512, 64, 64, True), ("of all", (1, 5), 512, 96, 96, True)])
+    ("shared", (3, 2, 5), 512, 64, 64, True), ("shared", (3, 2, 5), 512, 128, 128, True), ("of all", (2, 5), 512, 64, 64, True), ("of all", (1, 5), 512, 96, 96, True)], 2))
 def test_what_partitions_are_handed(kind, extents, length, head, v_head, trained):
     """Extents of 1, lengths that are no multiples of tiles, unequal head sizes, stored gradients: partitions of the Hopper pair are handed more or less."""
     q, k, given, score, where = MADE_OF[kind]
