@@ -107,7 +107,7 @@ def generated(asked: Asked) -> list[Tiles]:
     head = max(padded(problem.D), padded(problem.Dv))
     if asked.schedule == "hopper":
         if kernel == "keys":  # its kernel is written for these
-            thirds = (64, 3 * hopper.THIRD, 12, 2)
+            thirds = (64, hopper.BY_THIRDS, 12, 2)
             if hopper.takes_thirds(spec, problem, listed, asked.ordered) and not _exceeds(asked, thirds, _shared(asked, thirds)):
                 return [thirds]
             *found, one = [(64, 128 if head <= 128 else 64, 12 if head <= 64 else 8, stages) for stages in ((3, 2, 1) if head <= 64 else (2, 1))]

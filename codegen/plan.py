@@ -93,7 +93,7 @@ class Plan:
     @property
     def by_thirds(self) -> bool:
         """As `Site.thirds`."""
-        return self.schedule == "hopper" and self.kernel == "keys" and self.BLOCK_N == 3 * hopper.THIRD
+        return self.schedule == "hopper" and self.kernel == "keys" and self.BLOCK_N == hopper.BY_THIRDS
 
     @property
     def listed_rows(self) -> int:
@@ -295,7 +295,7 @@ class _Asked:
         """Where tiles fit."""
         spec, problem, gpu, kernel = self.spec, self.problem, self.gpu, self.hopper_kernel
         given = OVERRIDE.get(kernel)
-        if given and kernel == "keys" and given[1] == 3 * hopper.THIRD and not hopper.takes_thirds(spec, problem, self.listed, deterministic()):
+        if given and kernel == "keys" and given[1] == hopper.BY_THIRDS and not hopper.takes_thirds(spec, problem, self.listed, deterministic()):
             given = None  # tuned before an order was asked for, or a list came
         if given:
             best, reason = Candidate(given, 0, 0.0), "tiles given by the caller"

@@ -27,6 +27,8 @@ WIDEST = 256
 
 THIRD = 32
 """Keys of each of three warpgroups of a backward (`hopper_thirds`)."""
+BY_THIRDS = 3 * THIRD
+"""Keys of their tile."""
 
 
 def place_of(place: str, names: list[str], name: str) -> str:
@@ -125,7 +127,7 @@ def tma_arguments(site: Site, results: dict[str, str], rows: dict[str, int | str
 
 
 def position(site: Site, operand: str, row: str, c: Chunk, zero: str = "") -> str:
-    """Coordinates of a tile, for TMA. zero: one that the assembler cannot know, added to the last."""
+    """Coordinates of a tile, for TMA. zero: added to the last, one that the assembler cannot know say."""
     return "[" + ", ".join([*(local(a) for a in operand_axes(site, operand)), row, f"{c.start} + ({zero})" if zero else str(c.start)]) + "]"
 
 
@@ -292,7 +294,7 @@ def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, extra: f
     d, dv = padded(problem.D), padded(problem.Dv)
     if kernel == "forward":
         return (dv + n + n / 2 + extra * n) / 2
-    return (n * (d + dv) + 2.5 * m * n) / (384 if n == 3 * THIRD else 256)  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
+    return (n * (d + dv) + 2.5 * m * n) / (384 if n == BY_THIRDS else 256)  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
 
 
 def register_limit(kernel: str, m: int) -> int:

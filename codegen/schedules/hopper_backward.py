@@ -75,7 +75,7 @@ def keys_kernel(site: Site) -> Kernel:
     reserve_numbers(site, out)
     barriers(out, key_tiles(site), {"kv_full": 2, "kv_empty": 3 if site.thirds else 1} | ({"kv_done": 2} if is_split(site) else {"kv_told": 1} if is_apart(site) else {}))
     if has_single_do(site):
-        barriers(out, 1, {"do_full": 1, "do_empty": 3 if site.thirds else 1})
+        barriers(out, 1, {"do_full": 1, "do_empty": readers(site)})
     ring = {"q_full": 2} | ({} if has_single_do(site) else {"do_full": 1}) | ({} if frees_late(site) or adds_apart(site) else {"rows_empty": readers(site)})
     barriers(out, "STAGES", ring | ({"ds_full": 2, "ds_empty": 1} if is_split(site) else {}))
     out.line("fence_async_shared()")

@@ -86,7 +86,7 @@ def dq_places(site: Site) -> tuple[Chunk, ...]:
 
 
 def sum_position(site: Site, c: Chunk, beside: str = "") -> str:
-    """Coordinates of a piece of a tile, for TMA. beside: a line more, as text."""
+    """Coordinates of a piece of a tile, for TMA. beside: lines to go on by, as text."""
     whole, rest = divmod(padded(site.D), LINE)
     row = "sum0" if site.documents else "i0"
     line = f"({row} >> {LINE.bit_length() - 1}) * {padded(site.D)}" if rest else f"{row} * {whole}"

@@ -20,7 +20,7 @@ from ..order import long_first
 from ..parts import Site, chunks
 from ..ranges import bounds
 from ..reads import averages
-from .hopper import THIRD, is_laden
+from .hopper import BY_THIRDS, THIRD, is_laden
 from .hopper_captured import gradient_dims, mask_loads, outermost, shares
 from .hopper_keys import goes_past_of
 from .hopper_locate import by_host, takes_key_tiles, takes_row_tiles, tells, visits_together
@@ -110,7 +110,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     split = _is_split(problem)
     keys = 2 if split else 1  # tiles of them
     late = split and stages > 2  # `hopper_keys.frees_late`
-    thirds = n == 3 * THIRD
+    thirds = n == BY_THIRDS
     wide, single = _is_wide(problem), _has_single_do(problem, thirds)
     paired = not (split or wide)  # `hopper_keys.adds_apart`
     if thirds:
@@ -281,7 +281,7 @@ def _backward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str]
     pieces, v_pieces, found = len(_pieces(problem.D)), len(_pieces(problem.Dv)), bounds(spec.visible, "i")
     q, k, v, out = (_buffer(3 + len(axes)) for axes in (spec.q, spec.k, spec.v, spec.axes))
     total = ADDRESS * (2 * pieces + 2 * v_pieces + 3)  # tensor maps of Q, K, V and dO; log-sum-exp, delta and the counter
-    thirds = n == 3 * THIRD
+    thirds = n == BY_THIRDS
     if thirds:  # one buffer and map for all pieces, and keys in two; the gradients' maps, dQ's tile, P and dS
         pieces = v_pieces = 1
         total = 14 * ADDRESS + k + v + pieces * q + 4 * _buffer(3)

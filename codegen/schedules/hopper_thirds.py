@@ -168,7 +168,7 @@ def _store(site: Site, out: Writer) -> None:
     for name, operand, found in both:
         with _if_own(out, found):
             for part, tiles, first in (("tile", "tiles", "j0"), ("rest", "rest", "j0 + 64")):
-                at = position(site, operand, first, found[0]).removesuffix("0]") + "PART * 64]"
+                at = position(site, operand, first, found[0], "PART * 64")
                 out.line(f"tma.async_copy_shared_to_global(d{operand}_{tiles}, {at}, {operand.lower()}_{part}.index(own))")
     out.line("tma.store_wait(0)")
     out.line("mbarrier.arrive(kv_empty.index(0), count=1)")
