@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import flashfx
 from flashfx.options import Options, split
 
+from . import forked
+
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -307,10 +309,9 @@ def test_warm_cache_across_processes(tmp_path):
     """A second process hits and computes the same; a changed option or changed source of ours misses."""
     script = tmp_path / "cached.py"
     script.write_text(CACHED)
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": HERE, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
     def run(*hows):
-        done = subprocess.run([sys.executable, str(script), *hows], env=env, capture_output=True, text=True, cwd=tmp_path)
+        done = forked.run(script, *hows, cwd=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

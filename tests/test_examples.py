@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from . import forked
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -37,7 +37,6 @@ def test_examples_are_numbered():
 def test_prints_what_it_says(path):
     pytest.importorskip("transformers")
     # without a C++ compiler on the path examples do not wait for Inductor
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent), "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, path.relative_to(ROOT), *ARGUMENTS.get(path.name, [])], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = forked.run(path.relative_to(ROOT), *ARGUMENTS.get(path.name, []), PATH=str(Path(sys.executable).parent), COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(promised(path), done.stdout), done.stdout

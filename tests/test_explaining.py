@@ -2,9 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from flashfx.commands import app
 from flashfx.errors import FlashFXError
 from flashfx.targets import tensor
 
+from . import forked
 from .thinning import thinned
 
 ROOT = Path(__file__).parent.parent
@@ -56,8 +54,7 @@ def run(*arguments):
 
 
 def shell(*arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "flashfx", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)} | environment)
+    return forked.run("-m", "flashfx", *arguments, **environment)
 
 
 @pytest.mark.parametrize("gpu, length, split", [("H200", 32768, True), ("A100", 32768, True), ("H200", 256, False)])

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import torch
 
 from flashfx.expr import Const, parse
 from flashfx.ops import OPS
+
+from . import forked
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = [p for folder in ("flashfx", "passes", "codegen") for p in sorted((ROOT / folder).rglob("*.py"))
@@ -112,7 +113,8 @@ def test_readme_code_runs(tmp_path):
     assert blocks
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
-    subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path)
+    done = forked.run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the output shown is that of a machine without a GPU")
@@ -120,7 +122,7 @@ def test_readme_output_is_real(tmp_path):
     text = (ROOT / "README.md").read_text()
     first = re.findall(r"```python\n(.*?)```", text, re.S)[0]
     (tmp_path / "alibi.py").write_text(first.split("fast = ")[0])
-    done = subprocess.run([sys.executable, "alibi.py"], capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = forked.run("alibi.py", cwd=tmp_path)
     shown = text.split("explain` prints what was derived")[1].split("The causal mask was derived")[0].partition(":")[2]
     assert shown.split() == done.stdout.split(), done.stderr or done.stdout
 

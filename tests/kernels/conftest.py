@@ -1,7 +1,9 @@
-"""Triton's interpreter does work again for every call of one function by another, and for every element type, that once is enough for: a quarter of the time."""
+"""Triton's interpreter does work again for every call of one function by another, every element type, shape and result, that once is enough for: more than a third of the time."""
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    import math
+
     import numpy as np
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -39,3 +41,30 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             assert kind.get_int_min_value() <= result.min() and result.max() <= kind.get_int_max_value(), f"int{kind.int_bitwidth} overflow of {binary_op.__name__}"
 
     TritonSemantic.binary_op_sanitize_overflow_impl = checked
+
+    shapes, of_shape = {}, tl.block_type.__init__
+
+    def block_type(self, element_ty, shape):
+        """As `block_type.__init__`, which makes a value of the interpreted language of every extent, for every result; of a shape that was there before it takes that."""
+        known = shapes.get(key := tuple(int(getattr(s, "value", s)) for s in shape))
+        if known is None:
+            of_shape(self, element_ty, shape)
+            shapes[key] = self.shape, self.numel, str(self.shape)
+        else:
+            self.shape, self.numel, text = known
+            self.element_ty, self.name = element_ty, f"<{text}, {element_ty}>"
+
+    tl.block_type.__init__ = block_type
+
+    extents = {}
+
+    def tensor(self, handle, type):
+        """As `tensor.__init__`, likewise."""
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in extents:
+            shape = [tl.constexpr(s) for s in key]
+            extents[key] = tl.constexpr(math.prod(key)), tl.core.tuple(shape)
+        self.numel, self.shape = extents[key]
+
+    tl.tensor.__init__ = tensor
