@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # a process for each core, four at most: they take some 3 GiB each
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist worksteal
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_OPTIONS)
 
 .PHONY: quickstart test test-slow clean
 
@@ -19,8 +20,8 @@ test-slow: $(VENV)/.ready
 # torch first: an unpinned torch, pulled in by another package, would be the newest CUDA build
 $(VENV)/.ready: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) torch
+	$(INSTALL) --editable ".[dev]"
 	touch $@
 
 clean:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from flashfx import op  # noqa: F401  registers flashfx::attention
 
 from .test_backend import Counting as Rewriting
+from .thinning import thinned
 
 HEADS, WIDTH = 4, 32
 
@@ -259,8 +261,7 @@ def test_quantised_linears():
 
 # ---------------------------------------------------------------------------------------------------- PyTorch's layers
 
-@pytest.mark.parametrize("training", (False, True))
-@pytest.mark.parametrize("norm_first", (False, True))
+@pytest.mark.parametrize("training, norm_first", thinned(itertools.product((False, True), (False, True)), 3))
 def test_encoder(training, norm_first):
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=True, norm_first=norm_first)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
@@ -269,7 +270,7 @@ def test_encoder(training, norm_first):
     same(lambda x: model(x, src_key_padding_mask=padding), tokens(), params=model.parameters(), sites=2)
 
 
-@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("training", thinned((True, False)))
 def test_decoder(training):
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=True)
     model = nn.TransformerDecoder(layer, 2).train(training)

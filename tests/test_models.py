@@ -65,7 +65,7 @@ def test_every_site_is_fused_and_right(name, attn, train):
     check(e, train=train, attn=attn, inner="aot_eager")
 
 
-@pytest.mark.parametrize("attn", ("eager", "sdpa"))
+@pytest.mark.parametrize("attn", thinned(("eager", "sdpa")))
 def test_llama_without_padding(attn):
     check(unpadded("llama"), attn=attn, inner="aot_eager")
 

@@ -186,7 +186,7 @@ def test_rest_of_ordered(variant, kind, head):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("ordered", thinned([False, True]))
 def test_rest_of_gradients_that_leave_while_the_next_tile_begins(ordered):
     """dK leaves by the place of dQ, and the next tile's first step must await that."""
     s, p = spec(EVERY["full"]), problem("self", 128, "bfloat16", M=40, N=1400, batch=1, heads=2)
@@ -260,7 +260,7 @@ def test_rest_of_ids(ids):
     run(s, p, operands=(q, k, v, [IDS[ids](torch.arange(300)).expand(doc.shape[0], -1)], seed, sizes), listed=True).within_budget()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", thinned(range(3)))
 def test_rest_of_schedules(seed):
     """The same bits whoever goes first, but for dQ, which is a sum in no fixed order."""
     s, p = spec(EVERY["causal"]), problem("self", 64, "bfloat16", M=320, batch=1)
