@@ -20,6 +20,8 @@ from flashfx.bench.table import groups, lines, summary
 from flashfx.bench.variants import VARIANTS, Shape, plain_workload
 from flashfx.codegen.gpu import BY_NAME
 
+from .thinning import thinned
+
 N = 48
 
 
@@ -163,7 +165,7 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "rows.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.crosses])
+@pytest.mark.parametrize("variant", thinned((name for name, v in VARIANTS.items() if v.crosses), 3))
 def test_other_keys_than_queries(variant):
     """All gradients have their operand's shape, and errors are those of the same workload."""
     where = replace(shape(VARIANTS[variant]), other_keys=19)

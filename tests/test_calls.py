@@ -1,6 +1,7 @@
 """PyTorch's own attention: `scaled_dot_product_attention` is its written-out form; `nn.MultiheadAttention` and the Transformer layers."""
 from __future__ import annotations
 
+import itertools
 import math
 
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from .capture import capture, compare, keep, rand
 from .test_spellings import B, GQA, GROUP, H, M, N, SCALE, Point, _triangle, build, inputs
+from .thinning import thinned
 
 
 def spec_of(fn, *args, **kwargs) -> str:
@@ -88,9 +90,7 @@ def functional(module):
     return fn, [p.detach().clone().requires_grad_() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("need_weights", (False, True))
-@pytest.mark.parametrize("batch_first", (False, True))
-@pytest.mark.parametrize("masked", ("none", "key_padding_mask", "attn_mask"))
+@pytest.mark.parametrize("need_weights, batch_first, masked", thinned(itertools.product((False, True), (False, True), ("none", "key_padding_mask", "attn_mask")), 5))
 def test_multihead_attention(need_weights, batch_first, masked):
     fn, params = functional(Wrapped(batch_first, need_weights))
     x, y = rand(B, M, 16), rand(B, N, 16)

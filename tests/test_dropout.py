@@ -24,7 +24,7 @@ def test_rates_are_true(p):
     assert philox.is_narrow(p) == (p in (0.5, 0.1, 0.05, 0.01, 0.9)) and philox.kept_scale(p) == 1 / (1 - philox.threshold(p) / steps)
 
 
-@pytest.mark.parametrize("p", thinned([0.5, 0.1, 0.05, 0.01, 0.9, 2.0 ** -7, 0.96875], 3))
+@pytest.mark.parametrize("p", thinned([0.5, 0.1, 0.05, 0.01, 0.9, 2.0 ** -7, 0.96875], 6))
 def test_two_keys_that_share_bits_drop_almost_independently(p):
     """Over all halves of a word: each at its exact rate. And as drawn: a key with its neighbours."""
     limit, half = philox.threshold(p), torch.arange(2 ** 16)

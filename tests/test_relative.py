@@ -124,8 +124,10 @@ def test_same_buckets_bit_for_bit():
     assert ends.dtype == torch.int32 and ends.tolist() == [int(same[0].logical_not().int().argmax()) - 1, 599 - int(same[1].flip(0).logical_not().int().argmax())]
 
 
-@pytest.mark.parametrize("bucket", [lambda r: r.clamp(-2, 3) + 2, lambda r: r.clamp(max=1) + 19, lambda r: r.clamp(min=-3) + 3, lambda r: r % 7, lambda r: (r > -1000).long()])
-@pytest.mark.parametrize("dynamic", [False, True])
+ENDS = (lambda r: r.clamp(-2, 3) + 2), (lambda r: r.clamp(max=1) + 19), (lambda r: r.clamp(min=-3) + 3), (lambda r: r % 7), (lambda r: (r > -1000).long())
+
+
+@pytest.mark.parametrize("bucket, dynamic", thinned(itertools.product(ENDS, [False, True]), 3))
 def test_ends(bucket, dynamic):
     """On both sides, on one, nowhere, and where everything is one."""
     seen = agree(attention(bucket), *operands(20, 26, rows=46), dynamic=dynamic)
