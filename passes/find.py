@@ -1,10 +1,11 @@
-"""find: ValueGraph -> candidate sites: a softmax between two matrix products, and every scaled_dot_product_attention call."""
+"""find: ValueGraph -> candidate sites: a softmax between two matrix products, every scaled_dot_product_attention call, and flex_attention's, to be refused by name."""
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Iterator
 
 import torch
+from torch._ops import HigherOrderOperator
 
 from flashfx.ops import BY_ATEN
 
@@ -18,11 +19,16 @@ DROPOUTS = {"dropout.default"}
 
 @dataclass(frozen=True)
 class Site:
-    """`out` is the second product or the SDPA call; `weights` the softmax result (None for SDPA), operand `side` of `out`."""
+    """`out` is the second product or the call; `weights` the softmax result (None for a call), operand `side` of `out`."""
 
     out: Value
     weights: Value | None = None
     side: int = 0
+
+
+def is_flex(v: Value) -> bool:
+    """A result of a flex_attention call, which stays as it is: PyTorch traces its functions into graphs of their own."""
+    return v.op is None and v.owner is not None and isinstance(v.owner.target, HigherOrderOperator) and v.owner.target.name() == "flex_attention"
 
 
 def carries(v: Value) -> bool:
@@ -88,7 +94,7 @@ def find(vg: ValueGraph) -> list[Site]:
     for v in vg.values:
         if v in vg.superseded:
             continue
-        if v.name == "sdpa.default":
+        if v.name == "sdpa.default" or is_flex(v) and all(v.owner is not s.out.owner for s in sites):  # the first of its results is the output
             sites.append(Site(v))
         elif (soft := softmax_of(v)) is not None and has_product_above(soft.scores):
             sites.extend(Site(out, v, side) for out, side in _products_below(vg, v) if out not in vg.superseded)

@@ -16,7 +16,7 @@ from .algebra import rearrange
 from .check import check
 from .columns import widened
 from .draw import after, before
-from .find import DROPOUTS, Site, find, is_of_layers
+from .find import DROPOUTS, Site, find, is_flex, is_of_layers
 from .index import same, size
 from .lift import Lifted, lift
 from .measure import Clock, measure
@@ -195,8 +195,12 @@ def _lift_all(records: dict[Site, _Record], vg: ValueGraph, dropout_allowed: boo
     planned: dict[tuple, tuple[str, str] | None] = {}
     for site, record in records.items():
         stage = "lift"
-        record.reached.append("a scaled_dot_product_attention call" if site.weights is None else "a softmax between two matrix products")
+        called = "flex_attention" if is_flex(site.out) else "scaled_dot_product_attention"
+        record.reached.append(f"a {called} call" if site.weights is None else "a softmax between two matrix products")
         try:
+            if is_flex(site.out):
+                raise Refused("flex_attention is kept: Inductor has kernels of its own for it, and its block mask may hide more than its functions say", site.out,
+                              "write the score function and the mask in eager PyTorch: both are derived from the code, and dropout can be added")
             read = lift(site, vg, record.reached)
             lifted = widened(site, vg, read, record.reached)
             if lifted is read and read.stood:  # then joined, as the model makes it: read apart it is gathered

@@ -242,6 +242,6 @@ def stack_of(node: fx.Node | None) -> tuple[Frame, ...]:
 
 
 def source_line(node: fx.Node | None) -> str:
-    """The user's line that made `node`: "file:line in function: code", or ""."""
+    """The user's line that made `node`, the innermost that is not PyTorch's own if there is one: "file:line in function: code", or ""."""
     frames = stack_of(node)
-    return str(frames[-1]) if frames else ""
+    return str(next((f for f in reversed(frames) if not f.file.startswith("torch" + os.sep)), frames[-1])) if frames else ""

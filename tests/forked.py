@@ -20,12 +20,12 @@ def run(*arguments, cwd: Path = ROOT, **environment: str) -> subprocess.Complete
     """What `python *arguments` does there, a script or -m and a module first. environment: variables that differ from this process's."""
     words = [str(a) for a in arguments]
     server = _server()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        request = dict(words=words, cwd=str(cwd), environment=environment, files=[f"/proc/{os.getpid()}/fd/{f.fileno()}" for f in (out, err)])
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        request = dict(words=words, cwd=str(cwd), environment=environment, files=[out.name, err.name])
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         code = int(server.stdout.readline())
-        return subprocess.CompletedProcess(words, code, *(f.seek(0) or f.read() for f in (out, err)))
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
 @functools.cache

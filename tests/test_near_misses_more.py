@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from .capture import compare, keep, rand
 from .test_near_misses import B, CHANGED, D, DEPENDS, GRADIENT, LOWEST, M, N, READ, ROWS as FIRST, Row, hidden_rows, qkv, scores
@@ -23,6 +24,13 @@ def row(reason, args=qkv, stage="lift", sites=1):
         ROWS[fn.__name__] = Row(fn, reason, args, stage, sites)
         return fn
     return add
+
+
+# ----------------------------------------------------------------------------------------- kernels of PyTorch's
+
+@row("flex_attention is kept: Inductor has kernels of its own for it, and its block mask may hide more than its functions say", lambda: qkv(False))
+def flex_attention_with_a_score_function(q, k, v):
+    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s * 0.5, -math.inf))
 
 
 # ------------------------------------------------------------------------- scores compared with their own
