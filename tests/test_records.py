@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -92,6 +93,12 @@ def test_a_broken_graph_is_seen_whole():
         return (first @ q.mT).softmax(-1) @ q
     report = flashfx.explain(broken, torch.randn(2, 8, 4))
     assert (len(report), report.fused, report.graphs) == (2, 2, 2)
+
+
+def test_a_site_in_a_layer_of_pytorch_has_the_users_line():
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    site, = flashfx.explain(lambda x: layer(x, x, x, need_weights=False)[0], torch.randn(2, 8, 16))
+    assert re.search(r"at \S*test_records\.py:\d+ in <lambda>", str(site)), site
 
 
 def test_kernel_files_run_alone(tmp_path):
