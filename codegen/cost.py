@@ -218,7 +218,7 @@ def _works(spec: AttentionSpec, problem: Problem, plan: Plan) -> list[tuple[str,
 @functools.lru_cache(maxsize=4096)
 def traffic(kernel: str, known: Facts, m: int, n: int, visible: float) -> Work:
     """The formulas' values."""
-    sizes = known.z, known.share, known.M * known.group, known.N, known.D, known.E, known.width
+    sizes = known.z, known.share, known.M * known.group, known.N, *known.heads(n), known.width
     products, exps, once, again, *rest = _compiled(kernel)(*sizes, m, n, visible)
     if products:
         gathered = known.gathered(m, n, visible)

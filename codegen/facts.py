@@ -13,6 +13,7 @@ from .factors import peel
 from .limits import WIDTHS, padded
 from .parts import chunks
 from .ranges import bounds
+from .schedules.hopper import BY_THIRDS
 from .tiles import estimate, known_names, unevenness
 
 ELEMENT = {"bool": 1, "int": 8}
@@ -56,6 +57,11 @@ class Facts:
     def packed(self, packed: bool = True) -> Facts:
         """Heads that share keys as rows of one tile."""
         return replace(self, z=self.z // self.share, share=1, group=self.share) if packed and self.group == 1 else self
+
+    def heads(self, n: int) -> tuple[int, int]:
+        """Columns of q and k, and of v, of which tiles of n keys compute products: by thirds, padded to multiples of 64."""
+        thirds = n == BY_THIRDS
+        return padded(self.D, thirds), padded(self.E, thirds)
 
     @functools.cached_property
     def rows(self) -> int:

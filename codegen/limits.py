@@ -17,9 +17,9 @@ WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @functools.cache
-def padded(size: int) -> int:
-    """A head size as the sum of its pieces."""
-    return sum(c.width for c in chunks(size))
+def padded(size: int, thirds: bool = False) -> int:
+    """A head size as the sum of its pieces. thirds: as `Site.thirds`, where each has 64 columns."""
+    return -(-size // 64) * 64 if thirds else sum(c.width for c in chunks(size))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from ...spec import FINE, EmptyRow
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..limits import padded
-from ..parts import LOG2E, Site, arguments, count, decode, flatten, head_index, load_tile, multiples, pieces, product
+from ..parts import LOG2E, Site, arguments, chunks, count, decode, flatten, head_index, load_tile, multiples, product
 from ..philox import is_narrow, kept_scale, threshold
 from ..program import Program
 from ..torch_tiled import MEAN_ROW
@@ -66,14 +66,12 @@ def delta_kernel(site: Site) -> Kernel:
     row_terms(site, out)
     if site.one_pass:
         out.line("tl.store(Taken, 0, mask=tl.program_id(0) == 0)")
-        if site.D != site.Dv:
-            head_index(site, out, "d")
-        width = padded(site.D)
+        width = padded(site.D, site.thirds)
         out.assign("sum_tile", f"Sum + ({padded_rows(flatten(site.axes_of('q')), summed_rows(site))} + i0) * {width}", "where dQ will be added up")
 
         def reset(place: str) -> None:
-            for c, index, _ in pieces(site, "Q"):
-                out.line(f"tl.store({place} + rows[:, None] * {width} + {index}[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32))")
+            for c in chunks(width):
+                out.line(f"tl.store({place} + rows[:, None] * {width} + tl.arange({c.start}, {c.start + c.width})[None, :], tl.zeros([BLOCK_M, {c.width}], tl.float32))")
         reset("sum_tile")
         if site.documents:
             with out.block(f"if i0 < tl.load(KeyTiles + 1) * {FINE}:", "places that cuts take"):

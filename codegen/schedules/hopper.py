@@ -267,7 +267,7 @@ def takes_thirds(spec: AttentionSpec, problem: Problem, listed: bool, ordered: b
     """Does a backward have tiles of 96 keys (`hopper_thirds`)? Lists have blocks of 128 keys, which 96 do not divide; shared memory has no place for captured tiles, nor are
     there registers for what is read element by element, masks that read at rows or keys, rows that average v, slopes beside dropout or of a score that names q . k twice (28 to 230 bytes spilled); and who adds to
     dQ in an order adds all of its columns."""
-    if not 128 < max(problem.D, problem.Dv) <= 192 or padded(problem.D) % 64 or padded(problem.Dv) % 64:
+    if not 128 < max(problem.D, problem.Dv) <= 192:
         return False
     slopes = {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
     if listed or ordered or averages(spec, problem.M <= problem.N) or slopes and (spec.dropout or not _in_place(peel(spec.score)[0])):
@@ -291,10 +291,11 @@ def unmeasured(spec: AttentionSpec, problem: Problem, direction: str, determinis
 
 def registers_per_thread(kernel: str, problem: Problem, m: int, n: int, extra: float) -> float:
     """Accumulators, scores and weights of a consumer, in 32-bit registers of each thread. extra: as `score_tiles`."""
-    d, dv = padded(problem.D), padded(problem.Dv)
+    thirds = n == BY_THIRDS
+    d, dv = padded(problem.D, thirds), padded(problem.Dv, thirds)
     if kernel == "forward":
         return (dv + n + n / 2 + extra * n) / 2
-    return (n * (d + dv) + 2.5 * m * n) / (384 if n == BY_THIRDS else 256)  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
+    return (n * (d + dv) + 2.5 * m * n) / (384 if thirds else 256)  # heavy scores spill some at head size 128, and are half as fast again as in the portable schedule
 
 
 def register_limit(kernel: str, m: int) -> int:

@@ -37,7 +37,7 @@ def sum_shape(site: Site) -> list[str]:
     """Of a batch index, on the host. Each piece of a tile of rows has its elements in the order of the registers that the product leaves them in, four of a thread
     side by side: stored so, a warp fills whole lines of shared memory, by rows it would take twice the time."""
     rows = "padded // 2 * 3" if site.documents else "padded"
-    return [f"{rows} // {LINE} * {padded(site.D)}", str(LINE)]
+    return [f"{rows} // {LINE} * {padded(site.D, site.thirds)}", str(LINE)]
 
 
 def _lines(c: Chunk) -> str:
@@ -87,9 +87,9 @@ def dq_places(site: Site) -> tuple[Chunk, ...]:
 
 def sum_position(site: Site, c: Chunk, beside: str = "") -> str:
     """Coordinates of a piece of a tile, for TMA. beside: lines to go on by, as text."""
-    whole, rest = divmod(padded(site.D), LINE)
+    whole, rest = divmod(padded(site.D, site.thirds), LINE)
     row = "sum0" if site.documents else "i0"
-    line = f"({row} >> {LINE.bit_length() - 1}) * {padded(site.D)}" if rest else f"{row} * {whole}"
+    line = f"({row} >> {LINE.bit_length() - 1}) * {padded(site.D, site.thirds)}" if rest else f"{row} * {whole}"
     return "[" + ", ".join([*(local(a) for a in operand_axes(site, "Q")), f"{line}{_plus(ROWS * c.start // LINE)}{beside}", "0"]) + "]"
 
 
@@ -290,7 +290,7 @@ def finish_kernel(site: Site) -> Kernel:
     out.assign("tiles", f"tl.cdiv(M, {PADDING}) * {SLOTS}" if site.documents else f"tl.cdiv(M, {ROWS})")
     out.assign("y", "tl.program_id(0) // tiles")
     out.assign("i0", f"tl.program_id(0) % tiles * {ROWS}")
-    out.assign("sum_tile", f"Sum + ({padded_rows('y', summed_rows(site))} + i0) * {padded(site.D)}")
+    out.assign("sum_tile", f"Sum + ({padded_rows('y', summed_rows(site))} + i0) * {padded(site.D, site.thirds)}")
     if site.documents:
         decode(out, site.axes_of("q"), "y")
         key_line(out, "head", "0", flatten(site.spec.mask().axes))

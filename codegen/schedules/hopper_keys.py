@@ -55,7 +55,7 @@ def adds_apart(site: Site) -> bool:
 
 def has_single_do(site: Site) -> bool:
     """Is there shared memory for one tile of dO alone, whatever the stages?"""
-    return padded(site.D) + padded(site.Dv) > 384 - site.thirds
+    return padded(site.D, site.thirds) + padded(site.Dv, site.thirds) > 384 - site.thirds
 
 
 def readers(site: Site) -> int:

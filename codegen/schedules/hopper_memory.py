@@ -17,6 +17,7 @@ from ..captured import ends
 from ..derivative import partial as derivative
 from ..factors import split_factor
 from ..order import long_first
+from ..limits import padded
 from ..parts import Site, chunks
 from ..ranges import bounds
 from ..reads import averages
@@ -160,7 +161,7 @@ def _is_wide(problem: Problem) -> bool:
 
 def _has_single_do(problem: Problem, thirds: bool) -> bool:
     """As `hopper_keys.has_single_do`."""
-    return sum(_pieces(problem.D)) + sum(_pieces(problem.Dv)) > 384 - thirds
+    return padded(problem.D, thirds) + padded(problem.Dv, thirds) > 384 - thirds
 
 
 def _is_apart(spec: AttentionSpec, problem: Problem, tiled: Sequence[str], listed: bool) -> bool:

@@ -161,7 +161,8 @@ def test_rest_of_value_heads(head, value_head):
 
 @pytest.mark.parametrize("variant, kind, head, value_head, length", thinned([
     ("causal", "gqa", 192, 128, 193), ("full", "self", 192, 192, 193), ("dropout", "gqa", 192, 128, 130), ("softcap", "self", 192, 64, 97), ("window", "self", 176, 192, 300),
-    ("full", "gqa", 64, 192, 130), ("prefix", "gqa", 192, 128, 200), ("band", "self", 192, 192, 130)], 3))
+    ("full", "gqa", 64, 192, 130), ("prefix", "gqa", 192, 128, 200), ("band", "self", 192, 192, 130), ("causal", "gqa", 160, 160, 193), ("full", "self", 144, 160, 130),
+    ("dropout", "gqa", 136, 128, 200)], 3))
 def test_rest_of_heads_by_thirds(variant, kind, head, value_head, length):
     assert make_plan(spec(EVERY[variant], kind), problem(kind, head, "bfloat16", M=length, Dv=value_head), CARD, "backward").by_thirds
     check(variant, kind, "bfloat16", head, length, shape={"Dv": value_head})

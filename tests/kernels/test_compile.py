@@ -219,7 +219,8 @@ def test_the_hopper_forward_of_values_of_fewer_columns_does_not_spill(variant, h
 
 @pytest.mark.parametrize("variant, kind, head, values, length", thinned([
     ("full", "self", 192, 192, 4096), ("causal", "gqa", 192, 128, 4096), ("softcap", "gqa", 192, 192, 1000), ("dropout", "self", 192, 192, 1000), ("dropout", "gqa", 192, 128, 4096),
-    ("window", "self", 176, 192, 1000), ("full", "gqa", 128, 192, 1000), ("softcap", "self", 192, 64, 4096), ("alibi", "gqa", 192, 128, 1000), ("column_bias", "self", 192, 192, 1000)], 4))
+    ("window", "self", 176, 192, 1000), ("full", "gqa", 128, 192, 1000), ("softcap", "self", 192, 64, 4096), ("alibi", "gqa", 192, 128, 1000), ("column_bias", "self", 192, 192, 1000),
+    ("causal", "gqa", 144, 160, 4096), ("dropout", "self", 160, 160, 1000), ("softcap", "gqa", 136, 136, 1000)], 4))
 def test_the_hopper_backward_by_thirds_does_not_spill(variant, kind, head, values, length):
     """More than 16 bytes, under dropout or of a soft cap."""
     s, p = spec(ALL[variant], kind), replace(problem(kind, head, "bfloat16", M=length, heads=4), Dv=values)

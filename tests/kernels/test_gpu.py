@@ -177,7 +177,7 @@ def test_value_heads_of_another_size_warp_specialised(head, value_head, variant,
 
 
 @HOPPER
-@pytest.mark.parametrize("head, value_head, length", [(192, 192, 400), (192, 128, 1000), (176, 192, 130), (64, 192, 513), (192, 64, 97)])
+@pytest.mark.parametrize("head, value_head, length", [(192, 192, 400), (192, 128, 1000), (176, 192, 130), (64, 192, 513), (192, 64, 97), (160, 160, 400), (144, 136, 257)])
 @pytest.mark.parametrize("variant, kind", [("full", "self"), ("causal", "gqa"), ("softcap", "self"), ("dropout", "gqa"), ("window", "gqa"), ("prefix", "self")])
 def test_keys_by_thirds(head, value_head, length, variant, kind):
     s, p = spec({**CORE, **MORE}[variant], kind), problem(kind, head, "bfloat16", M=length, Dv=value_head)

@@ -122,7 +122,7 @@ def test_a_pin_overrules_the_model(monkeypatch):
 def test_keys_by_thirds_are_for_what_has_neither_an_order_nor_a_list():
     """Nor where they were tuned or pinned before."""
     card, s = BY_NAME["H200"], spec(CORE["causal"])
-    for head, values, by_thirds in ((192, 192, True), (192, 128, True), (128, 192, True), (160, 160, False), (256, 256, False), (192, 64, False)):
+    for head, values, by_thirds in ((192, 192, True), (192, 128, True), (128, 192, True), (160, 160, True), (144, 136, True), (256, 256, False), (192, 64, False)):
         assert make_plan(s, problem("self", head, "bfloat16", M=4096, Dv=values, batch=4, heads=12), card, "backward").by_thirds == by_thirds
     p = problem("self", 192, "bfloat16", M=4096, batch=4, heads=12)
     with plan.overridden(schedule="hopper", keys=(64, 96, 12, 2)):
