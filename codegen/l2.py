@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .order import long_first
-from .schedules.hopper_locate import L2_KIB
+from .order import long_first, row_groups
 
 HOLDS = 0.78
 """Of the L2 cache, what holds rows to be read again and results; the rest goes to copies in its other half. From the ten counted kernels of tests/test_l2.py."""
@@ -22,20 +21,20 @@ DRIFT = 0.512
 """Of a stream, how far apart programs over keys are that go through several heads: half of it by their lengths, since short ones are through when long
 ones are half through, and a little that their clocks add on the card. From the same kernels: 502 MB counted where half of it would move 356."""
 
-SYMBOLS = "O Q V S G A T P Y C"
+SYMBOLS = "O Q V S G A T P W Y C"
 """Bytes, of all batch indices: moved if every tile stayed in the cache, read again from it, written, streamed. G: streams (batch indices whose programs
-read the same rows), A of them at once, T programs of each; P: programs at once. Y: how far apart those of a stream are, of all its bytes, 0 to 1. C: bytes
-that the cache holds."""
+read the same rows), A of them at once, T programs of each; P: programs at once; W: waves of programs that begin a stream again. Y: how far apart those of a
+stream are, of all its bytes, 0 to 1. C: bytes that the cache holds."""
 
 
 @functools.cache
 def formulas() -> dict[str, object]:
     """Sympy expressions. "moved": bytes between cache and device memory on behalf of a kernel; "counted": without what it leaves in the cache."""
     import sympy
-    O, Q, V, S, G, A, T, P, Y, C = sympy.symbols(SYMBOLS, positive=True)
+    O, Q, V, S, G, A, T, P, W, Y, C = sympy.symbols(SYMBOLS, positive=True)
     beside, seen = A * S / G, (Q + S) / (S * T)  # bytes of all streams at once; share of its stream that a program reads
     wave = beside * sympy.Min(1, seen + P / (A * T))
-    passes = T / P * seen * S * sympy.Min(1, sympy.Max(0, 2 * wave / C - 1))
+    passes = W * seen * S * sympy.Min(1, sympy.Max(0, 2 * wave / C - 1))
     apart = Q * sympy.Max(0, 1 - C / (Y * beside + 1))
     moved = O + sympy.Max(passes, apart)
     return {"moved": moved, "counted": moved - V * sympy.Min(1, C / moved)}
@@ -68,10 +67,16 @@ class Streaming:
         """Streams that programs read at the same time, by the order in which they start."""
         each, tiles = self.bytes / self.streams, self.outer / self.streams
         if self.long_first and (self.schedule, self.kernel) == ("hopper", "forward"):
-            return min(self.streams, max(1.0, L2_KIB * 1024 // each))
+            return self.streams / row_groups(round(self.streams), round(tiles), each / 1024, round(self.programs))
         if self.long_first and self.kernel == "one_pass":
             return float(long_first(round(self.streams), round(tiles), each / 1024)[0])
         return min(self.streams, max(1.0, self.programs / tiles))
+
+    @property
+    def waves(self) -> float:
+        """Waves of programs of a stream, one after the other, that begin it again."""
+        each = self.outer / self.streams / self.programs
+        return max(each, self.at_once * each - 1) if self.kernel == "forward" else each
 
     def apart(self, turns: bool) -> float:
         """Share of a stream's bytes between the first and the last of the programs over keys that run at once. turns: heads take turns."""
@@ -92,4 +97,4 @@ class Streaming:
 def device_bytes(once: float, again: float, written: float, found: Streaming, cache: float) -> tuple[float, float]:
     """(bytes that a kernel moves, bytes that a counter sees while it runs). Arguments as `SYMBOLS`."""
     apart = found.apart(found.takes_turns(cache))
-    return tuple(_compiled()(once, again, written, found.bytes, found.streams, found.at_once, found.outer / found.streams, found.programs, apart, HOLDS * cache))
+    return tuple(_compiled()(once, again, written, found.bytes, found.streams, found.at_once, found.outer / found.streams, found.programs, found.waves, apart, HOLDS * cache))

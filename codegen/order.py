@@ -1,10 +1,17 @@
 """In which order programs of unequal length start: the grid says it, the hardware counts its first dimension fastest."""
 from __future__ import annotations
 
+import math
+
 L2_KIB = 24 * 1024
 """Of rows that several programs read one after the other: what an H200's L2 cache (60 MB in two halves) keeps of them."""
 BALANCED = 256
 """Programs among which long and short ones even out: two for each multiprocessor."""
+KEYS_KIB = 12 * 1024
+"""Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
+EVEN, SHARING = 4, 4
+"""Tiles of rows for each multiprocessor among which long and short ones even out, and programs at least that read the same keys beside each other: where
+fewer do, device memory binds."""
 
 
 def long_first(batches: int, tiles: int, kib: float) -> tuple[int, int, int]:
@@ -18,3 +25,16 @@ def long_first(batches: int, tiles: int, kib: float) -> tuple[int, int, int]:
     if not batches or batches // together > 65535 or 4 * together < wanted:  # a prime number of them, say
         together = batches
     return together, tiles, batches // together if together else 1
+
+
+def evened(programs: int) -> tuple[int, int]:
+    """(batch indices at most, tiles of rows in all) of a group of `row_groups`, for balance. programs: one for each multiprocessor."""
+    return max(1, programs // SHARING), EVEN * programs
+
+
+def row_groups(batches: int, tiles: int, kib: float, programs: int) -> int:
+    """Groups of batch indices whose tiles of rows the Hopper forward starts together, the longest first, one group after the other: of as many indices as
+    the cache holds (`kib` KiB of keys and values each) and balance needs, or the last group's long tiles would find all others at an end. programs: one for
+    each multiprocessor; 0 where all tiles are as long."""
+    most, even = evened(programs)
+    return max(1, min(math.ceil(batches * kib / KEYS_KIB), -(-batches // max(1, min(most, -(-even // max(tiles, 1)))))))

@@ -13,28 +13,28 @@ from flashfx.bench.counters import read, table
 from flashfx.bench.sweep import WINDOW, spec_of
 from flashfx.codegen import cost, l2
 from flashfx.codegen.gpu import BY_NAME
-from flashfx.codegen.order import long_first
+from flashfx.codegen.order import long_first, row_groups
 from flashfx.region import Problem
 
 
 COUNTED = {name: read(Path(__file__).parent / "data" / f"{name.lower()}_bytes.json") for name in ("H200", "H100")}
 """Read with Nsight Compute: `python -m flashfx bench bytes`. On an H200 nine kernels: what was counted of the tenth, whose heads take turns now, was one after
-the other (526 MB); and causal forwards, whose programs began with the first keys then."""
+the other (526 MB); and causal forwards, whose programs began with the first keys and in smaller groups of heads then."""
 H200 = BY_NAME["H200"]
 PROGRAMS = 132
 
 
 @pytest.mark.parametrize("card, row", [pytest.param(card, row, id=f"{card} {row}") for card, rows in COUNTED.items() for row in rows])
 def test_within_15_percent_of_the_counters(card, row):
-    """An H200: 9 % at worst. An H100: 11 %, a causal forward; the others 4 %."""
+    """An H200: 5 % at worst. An H100: 8 %, a causal forward; the others 4 %."""
     once, alone, predicted = row.predicted(BY_NAME[card])
     assert 0.87 < predicted / row.counted < 1.15 and predicted < alone
 
 
 def test_the_table_has_a_verdict():
     lines = table(COUNTED["H200"], H200)
-    assert len(lines) == 9 + 2 and lines[-1] == "9 of 9 within 15% of the counters; the worst is causal d=128 N=8192 forward: 0.91"
-    assert table(COUNTED["H100"], BY_NAME["H100"])[-1] == "10 of 10 within 15% of the counters; the worst is causal d=128 N=8192 forward: 0.89"
+    assert len(lines) == 9 + 2 and lines[-1] == "9 of 9 within 15% of the counters; the worst is causal d=64 N=8192 forward: 0.95"
+    assert table(COUNTED["H100"], BY_NAME["H100"])[-1] == "10 of 10 within 15% of the counters; the worst is causal d=128 N=8192 forward: 1.08"
 
 
 class Cache:
@@ -102,14 +102,28 @@ def forward(p: Problem, window: bool, m: int, n: int):
     return [functools.partial(program, z, i0) for z in range(batch * share) for i0 in range(0, p.M, m)]
 
 
+def longest_first(p: Problem, m: int, n: int):
+    """The programs of the Hopper forward under a causal mask, in the order in which they start: each from its last key to the first."""
+    (batch, _, share), D = p.extents, p.D
+
+    def program(z: int, i0: int, nth: int):
+        yield [(("q", z, i0), 2 * m * D)]
+        for j in reversed(range(0, i0 + m, n)):
+            yield [(("kv", z // share, j), 4 * n * D)]
+        yield [(("o", z, i0), 2 * m * D + 4 * m, True, False)]
+    group = -(-batch * share // row_groups(batch * share, p.M // m, p.N * 4 * D / 1024, PROGRAMS))
+    groups = (range(first, min(first + group, batch * share)) for first in range(0, batch * share, group))
+    return [functools.partial(program, z, i0) for zs in groups for i0 in reversed(range(0, p.M, m)) for z in zs]
+
+
 def card(cache: float):
     return replace(H200, l2=round(cache / l2.HOLDS / 1024) * 1024)
 
 
-def modelled(kernel: str, p: Problem, variant: str, m: int, n: int, cache: float) -> float:
+def modelled(kernel: str, p: Problem, variant: str, m: int, n: int, cache: float, schedule: str = "") -> float:
     known = cost.facts(spec_of(variant, True), p)
     work = cost.traffic(kernel, known, m, n, known.tiles(m, n)[0])
-    return cost.device_bytes("hopper" if kernel == "one_pass" else "triton", kernel, work, known, card(cache), 1)[1]
+    return cost.device_bytes(schedule or ("hopper" if kernel == "one_pass" else "triton"), kernel, work, known, card(cache), 1)[1]
 
 
 BACKWARDS = [(8, 1, 8192, 64, True), (4, 6, 4096, 64, True), (4, 6, 8192, 64, True), (8, 8, 2048, 128, True), (8, 1, 8192, 64, False)]
@@ -149,10 +163,19 @@ def test_forward_against_a_simulated_cache(variant, cache):
     assert wanted / 1.15 < found < 1.15 * wanted
 
 
+@pytest.mark.parametrize("heads, share, length, size, m, n", [(32, 1, 2048, 128, 128, 128), (16, 1, 4096, 256, 128, 64), (4, 8, 4096, 128, 128, 128), (64, 1, 1920, 64, 192, 128)])
+@pytest.mark.parametrize("cache", [16, 32, 64])
+def test_a_causal_forward_against_a_simulated_cache(heads, share, length, size, m, n, cache):
+    """Caches of so many MiB. A group of heads is read again by as many waves of programs as its rows have; where misses set in, the model has more of them."""
+    p, cache = Problem((heads, 1, share), length, length, size, size, "bfloat16", "bfloat16"), cache * 2 ** 20
+    found, wanted = modelled("forward", p, "causal", m, n, cache, "hopper"), simulated(longest_first(p, m, n), Cache(cache))
+    assert wanted / 1.1 < found < 1.45 * wanted
+
+
 def test_the_formulas_can_be_read():
     import sympy
     C, found = sympy.Symbol("C", positive=True), l2.formulas()
-    endless = {"C": 10 ** 15, "O": 7, "Q": 100, "V": 3, "S": 5, "G": 2, "A": 2, "T": 4, "P": 8, "Y": 1}
+    endless = {"C": 10 ** 15, "O": 7, "Q": 100, "V": 3, "S": 5, "G": 2, "A": 2, "T": 4, "P": 8, "W": 0.5, "Y": 1}
     values = {sympy.Symbol(name, positive=True): value for name, value in endless.items()}
     assert found["moved"].subs(values) == 7 and found["counted"].subs(values) == 4
     assert found["moved"].subs({**values, C: sympy.Rational(1, 1000)}).evalf() > 100  # without a cache all is read again

@@ -7,6 +7,7 @@ from ...expr import Call, Const, Expr, Var, substitute
 from ...spec import BLOCK, AttentionSpec
 from ..captured import ends
 from ..gluon import Partition
+from ..order import KEYS_KIB, evened
 from ..parts import Site, chunks, count, decode
 from ..program import Program, local
 from ..ramp import is_ramped
@@ -15,9 +16,6 @@ from .forward import heavy_last
 from .hopper import ROWS, is_crowded, is_laden, place_of, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
 from .documents import takes
-
-L2_KIB = 12 * 1024
-"""Keys and values that stay in the L2 cache (60 MB on an H200, two halves that copy each other) while several programs read them: measured."""
 
 
 def by_host(spec: AttentionSpec, tiled: Sequence[str], head: int) -> bool:
@@ -32,7 +30,7 @@ def is_by_host(site: Site) -> bool:
 
 
 def visits_together(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
-    """Are batch indices whose keys and values fit the L2 cache visited together?"""
+    """Are batch indices visited together (`order.row_groups`)?"""
     return heavy_last(bounds(spec.visible, "j").hi) or shares(spec, tiled, spec.axes)
 
 
@@ -40,13 +38,18 @@ def _key_bytes(site: Site) -> int:
     return 2 * sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
 
 
+def _unequal(site: Site) -> int:
+    """Programs among which long and short tiles of rows are to even out; 0 where all tiles are as long."""
+    return site.programs if heavy_last(site.by_rows.hi) else 0
+
+
 def worked_out(site: Site) -> dict[str, str]:
     """Arguments that the host works out: all that is made of sizes. last: the number of the last tile of rows."""
     if not is_by_host(site):
         return {}
     tiles, all = "triton.cdiv(M, FORWARD['BLOCK_M'])", count(site.spec.axes)
-    groups = f"min({all}, triton.cdiv({all} * triton.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
-    together = {"all": all, "group": f"triton.cdiv({all}, max(1, {groups}))"} if visits_together(site.spec, site.tiled) else {}
+    groups = f"row_groups({all}, {tiles}, N * {_key_bytes(site)} / 1024, {_unequal(site)})"
+    together = {"all": all, "group": f"triton.cdiv({all}, {groups})"} if visits_together(site.spec, site.tiled) else {}
     return {"tiles": tiles, "last": f"{tiles} * {all} - 1"} | together
 
 
@@ -80,8 +83,9 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
     if visits_together(site.spec, site.tiled):
         if not is_by_host(site):
             out.assign("all", count(axes))
-            groups = f"tl.minimum(all, tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {L2_KIB}))"
-            out.assign("groups", groups, "of batch indices whose keys and values fit the L2 cache")
+            (most, even), fitting = evened(_unequal(site)), f"tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {KEYS_KIB})"
+            balanced = f"tl.cdiv(all, tl.minimum({most}, tl.cdiv({even}, tiles)))" if even else "all"
+            out.assign("groups", f"tl.minimum({fitting}, {balanced})", "of batch indices: see flashfx.codegen.order.row_groups")
             out.assign("group", "tl.cdiv(all, groups)")
         out.assign("first", "number // (group * tiles) * group")
         out.assign("size", "tl.minimum(group, all - first)")

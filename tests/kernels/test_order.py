@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashfx.codegen.order import BALANCED, long_first
+from flashfx.codegen.order import BALANCED, EVEN, KEYS_KIB, long_first, row_groups
 
 
 @pytest.mark.parametrize("batches, tiles, kib", [(64, 32, 4096), (16, 128, 16384), (256, 8, 1024), (8, 32, 32768), (7, 4, 100), (1, 1, 1), (0, 3, 1)])
@@ -17,3 +17,15 @@ def test_groups_balance_and_stay_few():
     assert together * 128 >= BALANCED
     assert long_first(100003, 1, 10) == (100003, 1, 1)  # a prime number
     assert long_first(10 ** 6, 1, 10 ** 9)[2] <= 65535
+
+
+@pytest.mark.parametrize("batches, tiles, kib", [(64, 32, 2048), (16, 128, 8192), (8, 128, 16384), (256, 8, 512), (512, 6, 64), (40, 32, 3072), (1, 1, 1), (0, 3, 1)])
+def test_groups_of_rows_balance_and_share_keys(batches, tiles, kib):
+    """Those that the cache holds may be more; else four programs read the same keys, or a group has four tiles for each of them."""
+    groups = row_groups(batches, tiles, kib, 132)
+    each = -(-batches // groups)
+    assert row_groups(batches, tiles, kib, 0) == max(1, min(batches, -(-batches * kib // KEYS_KIB))) >= groups >= 1
+    assert groups == 1 or each * kib > KEYS_KIB / 2 and (each * tiles > 132 * EVEN / 2 or each <= 33)
+    assert each <= max(33, KEYS_KIB // kib)
+    if kib * each > KEYS_KIB:
+        assert each <= min(33, -(-EVEN * 132 // tiles))
