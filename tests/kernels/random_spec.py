@@ -22,7 +22,7 @@ STEPS = {
 }
 MASKS = [text for text in FAMILIES.values() if "bias" not in text and "importance" not in text and text not in ("True", "i < 0")]
 AXES = [("b, h", "b, h"), ("b, h", "b, h"), ("b, h", "b"), ("b, h, g", "b, h"), ("b, h", "h")]
-HEADS = (16, 32, 40, 56, 64, 64, 72, 80, 96, 112, 120, 128, 128, 176, 192, 208, 256)
+HEADS = (16, 32, 40, 56, 64, 64, 72, 80, 96, 112, 120, 128, 128, 144, 160, 176, 192, 208, 256)
 
 
 def draw(seed: int) -> tuple[AttentionSpec, Problem]:
