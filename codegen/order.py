@@ -1,4 +1,4 @@
-"""In which order programs of unequal length start: the grid says it, the hardware counts its first dimension fastest."""
+"""In which order programs, or tiles that programs take one after the other, of unequal length start."""
 from __future__ import annotations
 
 import math
