@@ -74,7 +74,7 @@ class Streaming:
 
     @property
     def waves(self) -> float:
-        """Waves of programs of a stream, one after the other, that begin it again."""
+        """Waves of programs of a stream, one after the other, that begin it again. Forward, a group of streams has several, of which the first finds nothing."""
         each = self.outer / self.streams / self.programs
         return max(each, self.at_once * each - 1) if self.kernel == "forward" else each
 

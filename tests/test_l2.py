@@ -120,10 +120,10 @@ def card(cache: float):
     return replace(H200, l2=round(cache / l2.HOLDS / 1024) * 1024)
 
 
-def modelled(kernel: str, p: Problem, variant: str, m: int, n: int, cache: float, schedule: str = "") -> float:
+def modelled(schedule: str, kernel: str, p: Problem, variant: str, m: int, n: int, cache: float) -> float:
     known = cost.facts(spec_of(variant, True), p)
     work = cost.traffic(kernel, known, m, n, known.tiles(m, n)[0])
-    return cost.device_bytes(schedule or ("hopper" if kernel == "one_pass" else "triton"), kernel, work, known, card(cache), 1)[1]
+    return cost.device_bytes(schedule, kernel, work, known, card(cache), 1)[1]
 
 
 BACKWARDS = [(8, 1, 8192, 64, True), (4, 6, 4096, 64, True), (4, 6, 8192, 64, True), (8, 8, 2048, 128, True), (8, 1, 8192, 64, False)]
@@ -141,7 +141,7 @@ def test_backward_against_a_simulated_cache(heads, share, length, size, causal, 
     p, cache = backward(heads, share, length, size, share_of_bytes)
     variant = "causal" if causal else "full"
     turns = cost.takes_turns(cost.facts(spec_of(variant, True), p), 64, 128, card(cache))
-    found, wanted = modelled("one_pass", p, variant, 64, 128, cache), simulated(one_pass(p, causal, 64, 128, turns), Cache(cache))
+    found, wanted = modelled("hopper", "one_pass", p, variant, 64, 128, cache), simulated(one_pass(p, causal, 64, 128, turns), Cache(cache))
     assert wanted / 1.75 < found < 1.75 * wanted
 
 
@@ -159,7 +159,7 @@ def test_heads_take_turns_where_a_cache_would_lose_their_rows(heads, share, leng
 def test_forward_against_a_simulated_cache(variant, cache):
     """Caches of so many MiB; smaller ones than any card's would lose the rows that programs under a window share."""
     p, cache = Problem((8, 1, 1), 8192, 8192, 64, 64, "bfloat16", "bfloat16"), cache * 2 ** 20
-    found, wanted = modelled("forward", p, variant, 128, 64, cache), simulated(forward(p, variant == "window", 128, 64), Cache(cache))
+    found, wanted = modelled("triton", "forward", p, variant, 128, 64, cache), simulated(forward(p, variant == "window", 128, 64), Cache(cache))
     assert wanted / 1.15 < found < 1.15 * wanted
 
 
@@ -168,7 +168,7 @@ def test_forward_against_a_simulated_cache(variant, cache):
 def test_a_causal_forward_against_a_simulated_cache(heads, share, length, size, m, n, cache):
     """Caches of so many MiB. A group of heads is read again by as many waves of programs as its rows have; where misses set in, the model has more of them."""
     p, cache = Problem((heads, 1, share), length, length, size, size, "bfloat16", "bfloat16"), cache * 2 ** 20
-    found, wanted = modelled("forward", p, "causal", m, n, cache, "hopper"), simulated(longest_first(p, m, n), Cache(cache))
+    found, wanted = modelled("hopper", "forward", p, "causal", m, n, cache), simulated(longest_first(p, m, n), Cache(cache))
     assert wanted / 1.1 < found < 1.45 * wanted
 
 

@@ -35,7 +35,8 @@ HALF_WIDTH = 128
 
 def sum_shape(site: Site) -> list[str]:
     """Of a batch index, on the host. Each piece of a tile of rows has its elements in the order of the registers that the product leaves them in, four of a thread
-    side by side: stored so, a warp fills whole lines of shared memory, by rows it would take twice the time."""
+    side by side: stored so, a warp fills whole lines of shared memory, by rows it would take twice the time. Eight columns follow eight columns, so that
+    pieces of other widths can read them (`finish_kernel`)."""
     rows = "padded // 2 * 3" if site.documents else "padded"
     return [f"{rows} // {LINE} * {padded(site.D, site.thirds)}", str(LINE)]
 

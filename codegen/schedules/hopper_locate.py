@@ -38,7 +38,7 @@ def _key_bytes(site: Site) -> int:
     return 2 * sum(c.width for c in (*site.qk_chunks, *site.v_chunks))
 
 
-def _unequal(site: Site) -> int:
+def _programs_to_even(site: Site) -> int:
     """Programs among which long and short tiles of rows are to even out; 0 where all tiles are as long."""
     return site.programs if heavy_last(site.by_rows.hi) else 0
 
@@ -48,7 +48,7 @@ def worked_out(site: Site) -> dict[str, str]:
     if not is_by_host(site):
         return {}
     tiles, all = "triton.cdiv(M, FORWARD['BLOCK_M'])", count(site.spec.axes)
-    groups = f"row_groups({all}, {tiles}, N * {_key_bytes(site)} / 1024, {_unequal(site)})"
+    groups = f"row_groups({all}, {tiles}, N * {_key_bytes(site)} / 1024, {_programs_to_even(site)})"
     together = {"all": all, "group": f"triton.cdiv({all}, {groups})"} if visits_together(site.spec, site.tiled) else {}
     return {"tiles": tiles, "last": f"{tiles} * {all} - 1"} | together
 
@@ -83,7 +83,7 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
     if visits_together(site.spec, site.tiled):
         if not is_by_host(site):
             out.assign("all", count(axes))
-            (most, even), fitting = evened(_unequal(site)), f"tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {KEYS_KIB})"
+            (most, even), fitting = evened(_programs_to_even(site)), f"tl.cdiv(all * tl.cdiv(N * {_key_bytes(site)}, 1024), {KEYS_KIB})"
             balanced = f"tl.cdiv(all, tl.minimum({most}, tl.cdiv({even}, tiles)))" if even else "all"
             out.assign("groups", f"tl.minimum({fitting}, {balanced})", "of batch indices: see flashfx.codegen.order.row_groups")
             out.assign("group", "tl.cdiv(all, groups)")

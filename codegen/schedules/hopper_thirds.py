@@ -1,4 +1,4 @@
-"""The Hopper backward of heads of 129 to 192 in pieces of 64 columns: a tile of 96 keys, of which each of three warpgroups has a third.
+"""The Hopper backward of heads of 129 to 192, padded to pieces of 64 columns: a tile of 96 keys, of which each of three warpgroups has a third.
 
 A warpgroup has the scores of its 32 keys, and of dK^T, dV^T and dQ the 64 columns of its third of the head. So all need all of P and dS, which pass
 through shared memory: they meet twice in a step, when P is there and when dS is. What binds the backward of such heads is what programs add to dQ, and

@@ -1,9 +1,17 @@
 """Which programs start together: the grid covers each tile of each batch index once."""
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 
+from flashfx.codegen import render
+from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.order import BALANCED, EVEN, KEYS_KIB, long_first, row_groups
+from flashfx.codegen.plan import make_plan, overridden
+
+from .cases import CORE, problem, spec
 
 
 @pytest.mark.parametrize("batches, tiles, kib", [(64, 32, 4096), (16, 128, 16384), (256, 8, 1024), (8, 32, 32768), (7, 4, 100), (1, 1, 1), (0, 3, 1)])
@@ -29,3 +37,15 @@ def test_groups_of_rows_balance_and_share_keys(batches, tiles, kib):
     assert each <= max(33, KEYS_KIB // kib)
     if kib * each > KEYS_KIB:
         assert each <= min(33, -(-EVEN * 132 // tiles))
+
+
+def test_the_kernel_counts_groups_alike():
+    """It works them out itself, since documents say on the card how many tiles there are."""
+    s, p = spec(CORE["causal"]), problem("self", 128, "bfloat16", M=4096)
+    with overridden(schedule="hopper"):
+        text = render.render(s, make_plan(s, p, BY_NAME["H200"], "forward"), p, (False,) * 3).text
+    formula = re.sub(r"\s+", " ", re.search(r"groups = (.*?)\n    group = ", text, re.S)[1])
+    gl = SimpleNamespace(minimum=min, cdiv=lambda a, b: -(-a // b))
+    for batches, tiles in ((64, 32), (16, 128), (7, 4), (512, 4), (1, 1), (40, 16)):
+        found = eval(formula, {"gl": gl, "all": batches, "tiles": tiles, "N": 128 * tiles})
+        assert found == row_groups(batches, tiles, 128 * tiles * 512 / 1024, 132)
