@@ -73,6 +73,21 @@ class Bounds:
         """Do the partial tiles all lie behind the full ones?"""
         return is_const(self.lo, 0) and is_const(self.full_lo, 0) and self.has_full
 
+    @functools.cached_property
+    def grows(self) -> bool:
+        """Of keys: do later tiles of rows see further ones (causal masks)? Then they start first, and short ones fill the gaps."""
+        return Var("i1") in self.hi.leaves
+
+    @functools.cached_property
+    def only_grows(self) -> bool:
+        """And all that rows before them see (no window)?"""
+        return self.grows and not {"i0", "i1"} & self.lo.variables
+
+    @functools.cached_property
+    def shrinks(self) -> bool:
+        """Of rows: do later tiles of keys have fewer that see them, to the last (causal masks)? Then the first tiles start first."""
+        return Var("j0") in self.lo.leaves and self.hi == Var("M")
+
 
 # ------------------------------------------------------------------------------------------- small algebra on integers
 

@@ -16,9 +16,9 @@ from ..writer import Kernel, Writer
 from .ends import ended
 from .hopper_captured import expect_with_mask, mask_arguments, mask_from_rings, read_tiles, reserve_mask, reserve_tiles, tile_arguments, tile_bytes, tile_loads, tiles_from_rings
 from .hopper_lists import list_arguments, listed_tiles, tile_start
-from .hopper_locate import by_row_tiles, descends, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, tiles_of_rows, told_at, told_of, worked_out
+from .hopper_locate import by_row_tiles, is_by_host, is_told, is_uneven, locate_own, locate_rows, narrows, tiles_of_rows, told_at, told_of, worked_out
 from .hopper_output import finish, reads_again, staged
-from .hopper_softmax import awaits_values, by_threads, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weights
+from .hopper_softmax import awaits_values, by_threads, descends, goes_round, leaves_intervals, reads_seed_late, rescale, softmax, speculates, weights
 from .hopper_turns import begin_turn, end_turn, in_turn
 from .hopper_vectors import PLACES, by_hand, keys_from_rings, last_of_tile, read_keys, read_rows, reserve_vectors, rows_from_rings, store, vectors
 from .hopper import ROWS, barriers, block_shape, read_by_tma, reserve, tile_view, tiles_name, tma_arguments
@@ -81,6 +81,19 @@ def _q_phase(site: Site, turn: str = "turn") -> str:
     return f"{turn} & 1" if site.q_tiles == 1 else f"{turn} // {site.q_tiles} & 1"
 
 
+def _count_cut(site: Site, out: Writer) -> None:
+    """Where keys go round: how many tiles come first, the last of them first. One, unless warpgroups see different ones."""
+    if goes_round(site) and narrows(site):
+        out.assign("cut", "tl.maximum(1, count - (full_stop - start) // BLOCK_N)", "tiles that not all rows see in full: they come first")
+
+
+def _number(site: Site, end: str) -> str:
+    """Which of the tiles of keys before `end` comes at place t."""
+    if goes_round(site):
+        return f"tl.where(t < cut, {end} - 1 - t, t - cut)" if narrows(site) else f"(tl.where(t == 0, {end}, t) - 1)"
+    return f"({end} - 1 - t)" if descends(site) else "t"
+
+
 def _load_tiles(site: Site, partial: str, locate: str, returns: list[str]) -> Partition:
     producer = Partition("load_tiles", "One warp: copies query tiles, and K and V tile by tile, as places in their rings become free.")
     out, uneven = producer.body, is_uneven(site)
@@ -106,6 +119,7 @@ def _load_tiles(site: Site, partial: str, locate: str, returns: list[str]) -> Pa
         if uneven:
             out.assign("ticket", "take_ticket(Taken, last)", "answered by the time that it is needed; the last leaves 0")
         out.line(locate)
+        _count_cut(site, out)
         if site.listed:
             listed_tiles(site, out, "j")
         beside, program = read_rows(site, out)
@@ -115,7 +129,7 @@ def _load_tiles(site: Site, partial: str, locate: str, returns: list[str]) -> Pa
             into = str(n) if site.q_tiles == 1 else f"q_slot * {site.warpgroups} + {n}"
             read_by_tma(site, out, "Q", f"i0 + {n * ROWS}" if n else "i0", ROWS, "q_full.index(q_slot)", "q_tile", into, expect=False)
         with out.block("for t in tl.range(0, count):"):
-            out.assign("j0", tile_start(site, "j", "(count - 1 - t)" if descends(site) else "t"))
+            out.assign("j0", tile_start(site, "j", _number(site, "count")))
             out.assign("slot", "tile % STAGES")
             out.assign("phase", "tile // STAGES & 1")
             beside = read_keys(site, program, out)
@@ -202,7 +216,10 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
             out.line(locate)
         out.assign("i0", f"i0 + WARPGROUP * {ROWS}")
         if own:
+            _count_cut(site, out)
             out.line(own)
+            if goes_round(site):
+                out.assign("cut", "cut - (count - last)", "of those that the warpgroup's rows see")
         rows = f"gl.arange(0, {ROWS}, rowwise)"
         out.assign("i", f"i0 + {f'late({rows}, z)' if site.Dv > 192 else rows}")  # else a thread's rows would be worked out in front of all partitions
         last_of_tile(site, out, "j", f"tl.minimum(i0 + {ROWS}, M)")
@@ -230,7 +247,8 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         _issue_scores(site, out, "slot")
         end_turn(site, out)
         if down:
-            out.assign("j0", tile_start(site, "j", f"({last} - 1)"), "the last tile, the only one that is cut")
+            number = "tl.where(cut > 0, last - 1, -cut)" if own and goes_round(site) else f"({last} - 1)"
+            out.assign("j0", tile_start(site, "j", number), "the last tile, the only one that is cut")
         elif not site.listed:
             out.assign("j0", "late(start, turn)" if ended(site) and (spec.dropout or not site.whole) else tile_start(site, "j", first) if begins else "start")
         _enter(site, program, out, partial)
@@ -249,7 +267,7 @@ def _attend(site: Site, partial: str, locate: str, returns: list[str], own: str)
         for start, stop, cuts in loops:
             with out.block(f"for t in tl.range({start}, {stop}):"):
                 if not site.listed:
-                    out.assign("j0", tile_start(site, "j", f"({last} - 1 - t)" if down else "t"))
+                    out.assign("j0", tile_start(site, "j", _number(site, last)))
                 _step(site, program, out, cuts)
         out.assign("previous", "tile % STAGES")
         out.line("mbarrier.wait(v_full.index(previous), tile // STAGES & 1)")

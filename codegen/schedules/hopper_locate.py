@@ -10,9 +10,7 @@ from ..gluon import Partition
 from ..order import KEYS_KIB, evened
 from ..parts import Site, chunks, count, decode
 from ..program import Program, local
-from ..ramp import is_ramped
 from ..ranges import Bounds, bounds, linear
-from .forward import heavy_last
 from .hopper import ROWS, is_crowded, is_laden, place_of, segments, takes_three
 from .hopper_captured import assign_batch, outermost, shares
 from .documents import takes
@@ -31,7 +29,7 @@ def is_by_host(site: Site) -> bool:
 
 def visits_together(spec: AttentionSpec, tiled: Sequence[str]) -> bool:
     """Are batch indices visited together (`order.row_groups`)?"""
-    return heavy_last(bounds(spec.visible, "j").hi) or shares(spec, tiled, spec.axes)
+    return bounds(spec.visible, "j").grows or shares(spec, tiled, spec.axes)
 
 
 def _key_bytes(site: Site) -> int:
@@ -40,7 +38,7 @@ def _key_bytes(site: Site) -> int:
 
 def _programs_to_even(site: Site) -> int:
     """Programs among which long and short tiles of rows are to even out; 0 where all tiles are as long."""
-    return site.programs if heavy_last(site.by_rows.hi) else 0
+    return site.programs if site.by_rows.grows else 0
 
 
 def worked_out(site: Site) -> dict[str, str]:
@@ -91,7 +89,7 @@ def locate_rows(site: Site) -> tuple[Partition, list[str], str]:
         out.assign("size", "tl.minimum(group, all - first)")
         out.assign("rest", "number % (group * tiles)")
         assign_batch(site, out, axes, "z", "first + rest % size")
-        if heavy_last(ends.hi):
+        if ends.grows:
             tiles = "late(tiles, number)" if is_by_host(site) else "tiles"
             number, why = f"({tiles} - 1 - rest // size)", "the rows with most keys first: short ones fill the gaps"
         else:
@@ -151,21 +149,6 @@ def narrows(site: Site) -> bool:
     192, N = 512, 1024, 4096 2, 2, 1 %, 128 under a soft cap 6, 5, 3; beside positions in a table that ends registers are short."""
     apart = site.warpgroups == 3 or site.warpgroups == 2 and site.columns == ROWS and not any(map(ends, site.spec.score.loads))
     return apart and not site.listed and not is_by_host(site) and not site.by_rows.is_total
-
-
-def descends(site: Site) -> bool:
-    """Are keys visited from the last to the first? So they are where what a mask, or the end of the keys, cuts of the tiles that a warpgroup's rows see is the
-    last at most: it then comes before the loop (FlashAttention-3), which asks for no mask, and no branch ends its block of instructions.
-
-    H100, N = 4096, forward: three warpgroups 14 % faster at head size 32, 2 % at 64, 7 under a soft cap; two 1 to 3 % at 128, with dropout 5, but 8 % slower at
-    96, 9 at 32, 2 to 4 where a score reads at the key's position, and at 64 up to 12 % beside a bias. Scores that a slope makes rise with the key come first where they are highest, for
-    `speculates`: H200, head size 64, N = 1k, 4k, 16k, 4, 7, 6 % faster.
-    """
-    found, head = site.by_rows, max(site.D, site.Dv)
-    rises = adds_position(site.raw) and not found.is_total and (head > 96 or is_ramped(site.raw, "j"))
-    if site.listed or site.warpgroups == 2 and not rises and (head <= 96 or Var("j") in site.raw.leaves):
-        return False
-    return not site.hides_beyond if found.is_total else cuts_last(found, ROWS if narrows(site) else ROWS * site.warpgroups, site.columns)
 
 
 def adds_position(score: Expr) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashfx import op
-from flashfx.codegen import calls, gpu, launch, triton_host
+from flashfx.codegen import calls, gpu, launch, render, triton_host
 from flashfx.codegen.gpu import BY_NAME
 from flashfx.codegen.plan import make_plan, overridden
 from flashfx.codegen.schedules import hopper
@@ -113,6 +113,18 @@ def test_rest_of_lists(variant, head):
 @pytest.mark.parametrize("variant, kind, head", thinned([("ended_dropout", "self", 88), ("ended", "gqa", 40)], 2))
 def test_rest_of_heads_in_pieces(variant, kind, head):
     check(variant, kind, "bfloat16", head, 193)
+
+
+@pytest.mark.parametrize("prefix, head, tiles, drop", thinned([(192, 192, (128, 64, 8, 2), "0.1"), (128, 64, (192, 128, 12, 2), ""), (64, 128, (128, 64, 8, 2), ""), (0, 128, (128, 128, 8, 2), "0.1"),
+                                                            (100, 192, (128, 64, 8, 2), "0.1"), (384, 64, (192, 64, 12, 2), "")], 5))
+def test_rest_of_keys_that_go_round(prefix, head, tiles, drop):
+    """What is cut first, then from the first key on; of some warpgroups' rows a prefix may end where a tile does, and nothing is cut."""
+    where = "(j <= i) | (j < " + str(prefix) + ")" if prefix else "j <= i"
+    s, p = spec(Variant(score="qk * 0.125" if drop else "tanh(qk * 0.125 / 3.0) * 3.0", where=where, drop=drop)), problem("self", head, "bfloat16", M=500, batch=1, heads=1)
+    with overridden(forward=tiles, schedule="hopper"):
+        plan = make_plan(s, p, CARD, "forward")
+        assert re.search(r"where\(t (< cut|== 0), ", render.render(s, plan, p, (False,) * 3).text)
+        run(s, p, gradients=False).within_budget()
 
 
 @pytest.mark.parametrize("kind, head", [("self", 128), ("gqa", 64)])
