@@ -241,7 +241,7 @@ def device_bytes(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU,
 def streaming(schedule: str, kernel: str, work: Work, known: Facts, gpu: GPU, resident: int, parts: int = 1) -> l2.Streaming:
     """Arguments as `device_bytes`."""
     return l2.Streaming(schedule, kernel, work.streamed, parts * known.z / known.share, work.outer * parts, gpu.sms * (resident if schedule == "triton" else 1), known.uneven, known.share,
-                        known.long_first(kernel in BY_KEYS))
+                        known.long_first(kernel in BY_KEYS, schedule), gpu.sms)
 
 
 def takes_turns(known: Facts, m: int, n: int, gpu: GPU) -> bool:

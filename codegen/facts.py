@@ -78,12 +78,12 @@ class Facts:
         """How unequally many keys rows see, from 0 (all see as many) to 1 (as under a causal mask)."""
         return unevenness(self.visible, self.M, self.N, self.given)
 
-    def long_first(self, by_keys: bool) -> bool:
-        """Are the last rows those with most keys, or the first keys those that most rows see? Then the schedules start them first."""
-        if not by_keys:
-            return Var("i1") in bounds(self.visible, "j").hi.leaves
-        found = bounds(self.visible, "i")
-        return Var("j0") in found.lo.leaves and found.hi == Var("M")
+    def long_first(self, by_keys: bool, schedule: str) -> bool:
+        """Are the last rows those with most keys, or the first keys those that most rows see? Then the schedules start those of several batch indices first."""
+        if by_keys:
+            return bounds(self.visible, "i").shrinks
+        found = bounds(self.visible, "j")
+        return found.only_grows if schedule == "triton" else found.grows
 
     def tiles(self, m: int, n: int, near: bool = False) -> tuple[float, float]:
         """(visible, partial) tiles over all batch indices; tiles that only data hide count as visible. near: those with elements of `near`."""

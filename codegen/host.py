@@ -8,6 +8,7 @@ from ..spec import BLOCK, AttentionSpec
 from . import captured
 from .derivative import partial as derivative
 from .factors import split_factor
+from .grids import grid_of, groups_of
 from .parts import Site, count, extent
 from .program import local
 from .reads import averages
@@ -18,7 +19,7 @@ from .schedules.one_tile import held_axes, one_tile_kernel, own_loads, parts_ker
 from .schedules.relative import allocate_ends, diagonal_kernel, line_kernel, relative_gradient, summed
 from .schedules import documents, hopper, hopper_around, hopper_backward, hopper_forward, hopper_locate
 from .schedules.combine import combine_kernel
-from .schedules.forward import forward_kernel
+from .schedules.forward import forward_kernel, goes_in_groups
 from .schedules.hopper_dq import finish_kernel, sum_shape, turns_shape
 from .schedules.hopper_keys import goes_together, is_split
 from .schedules.hopper_captured import allocate_stored, finish_stored, stored_load, sum_kernel
@@ -93,10 +94,6 @@ def _unpack(site: Site, out: Writer, by_documents: bool) -> None:
             out.line("row_blocks, key_blocks, _ = blocks if blocks and not blocks[2] else lists_for(SPEC, aux, sizes, q, k)", "which tiles the mask leaves")
 
 
-def _grid(options: str, block: str, size: str, axes) -> str:
-    return f"(triton.cdiv({size}, {options}[{block!r}]) * {count(axes)},)"
-
-
 def _shape(items) -> str:
     items = list(items)
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
@@ -159,7 +156,7 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
         _unpack(site, out, site.warpgroups > 0 and hopper_locate.by_row_tiles(site))
         extents = _shape(extent(a) for a in site.spec.axes)
         out.line(f"out, lse = empty_output({extents}, M, v, outer), empty_lse({extents}, M, v)")
-        grid = _grid("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
+        grid = grid_of("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
         if site.warpgroups and hopper_locate.is_uneven(site):
             out.line("taken = tile_counter(q.device)", "how many tiles programs took beside their first: 0 before and behind the kernel")
         if site.parts:
@@ -168,12 +165,14 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
             out.line(f"part_max, part_sum = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
             out.line(f"part_out = torch.empty({shape[:-1]}, {site.Dv}), dtype=torch.float32, device=q.device)")
             grid = f"{grid[:-1]} parts)"
+        if not site.warpgroups and goes_in_groups(site):
+            grid = groups_of(site, "FORWARD", "BLOCK_M", "M", site.spec.axes, "N", out, bool(site.parts))
         found["forward"].call(f"(min({site.programs}, {grid[1:-2]}),)" if site.warpgroups else grid, out)
         if site.parts:
             out.line("combined = shared_out(parts)")
             found["combine"].call(f"(triton.cdiv({count(site.spec.axes)} * M, combined['ROWS']),)", out)
         if "empty rows" in found:
-            found["empty rows"].call(_grid("EMPTY_ROWS", "BLOCK_M", "M", site.spec.axes), out)
+            found["empty rows"].call(grid_of("EMPTY_ROWS", "BLOCK_M", "M", site.spec.axes), out)
         out.line("return out, lse")
     return out.text
 
@@ -197,7 +196,7 @@ def backward_function(site: Site, found: dict[str, Kernel]) -> str:
             if site.ordered:
                 out.line(f"turns = torch.zeros({turns_shape(site)}, dtype=torch.int32, device=q.device)", "who added last to each tile of rows")
         if "delta" in found:
-            found["delta"].call(_grid("DELTA", "BLOCK_M", "padded", spec.axes), out)
+            found["delta"].call(grid_of("DELTA", "BLOCK_M", "padded", spec.axes), out)
         if not site.loads:
             with out.block("if grad_lse is not None:"):
                 if "delta" in found:
@@ -246,8 +245,11 @@ def _keys(site: Site, found: list[Kernel], out: Writer) -> tuple[str, str]:
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
     _allocate_sums(site, site.loads_over("j"), "", out)
+    others = site.other_axes(axes)
+    rows = f"M * {count(others)}" if others else "M"
+    grid = groups_of(site, "KEYS", "BLOCK_N", "N", axes, rows, out) if site.by_keys.shrinks else grid_of("KEYS", "BLOCK_N", "N", axes)
     for kernel in found:
-        kernel.call(_grid("KEYS", "BLOCK_N", "N", axes), out)
+        kernel.call(grid, out)
     return grad_k if site.needs[1] else "None", grad_v if site.needs[2] else "None"
 
 
@@ -289,7 +291,7 @@ def _rows(site: Site, kernel: Kernel, out: Writer) -> str:
     axes = site.axes_of("q")
     grad_q = _allocate(site, "grad_q", "q", axes, "M", site.D, out)
     _allocate_sums(site, [*site.loads_over("i"), *site.loads_over()], 'triton.cdiv(M, ROWS["BLOCK_M"])', out)
-    kernel.call(_grid("ROWS", "BLOCK_M", "M", axes), out)
+    kernel.call(groups_of(site, "ROWS", "BLOCK_M", "M", axes, "N", out) if site.by_rows.only_grows else grid_of("ROWS", "BLOCK_M", "M", axes), out)
     return grad_q if site.needs[0] else "None"
 
 
@@ -303,7 +305,7 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
         row = sum(6 * c.width for c in site.qk_chunks) + sum(2 * c.width for c in site.v_chunks)  # bytes of q, dO and dQ
         rows = f"M * {count(site.other_axes(axes))}" if site.other_axes(axes) else "M"
         out.line(f"together, *_ = long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows} * {row} / 1024)", "batch indices whose tiles start together")
-    found["keys"].call(f"(min({site.programs}, {_grid('KEYS', 'BLOCK_N', 'N', axes)[1:-2]}),)", out)
+    found["keys"].call(f"(min({site.programs}, {grid_of('KEYS', 'BLOCK_N', 'N', axes)[1:-2]}),)", out)
     finish_stored(site, found.get("sum"), out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")
     tiles = f"triton.cdiv(M, {BLOCK}) * {documents.SLOTS}" if site.documents else f"triton.cdiv(M, {hopper.ROWS})"

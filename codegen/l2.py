@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .order import long_first, row_groups
+from .order import PORTABLE, grouped, long_first, row_groups
 
 HOLDS = 0.78
 """Of the L2 cache, what holds rows to be read again and results; the rest goes to copies in its other half. From the ten counted kernels of tests/test_l2.py."""
@@ -50,7 +50,7 @@ def _compiled():
 @dataclass(frozen=True)
 class Streaming:
     """Of a kernel: streams in all, those that programs read at once, programs in all and at once, and how far apart those of a stream are (`apart`). bytes: of
-    all streams. long_first, share: the schedules start the programs with most rows first, each of which goes through so many heads."""
+    all streams. long_first, share: the schedules start the programs with most rows first, each of which goes through so many heads. sms: multiprocessors."""
 
     schedule: str
     kernel: str
@@ -61,15 +61,18 @@ class Streaming:
     uneven: float
     share: float
     long_first: bool
+    sms: int
 
     @functools.cached_property
     def at_once(self) -> float:
         """Streams that programs read at the same time, by the order in which they start."""
         each, tiles = self.bytes / self.streams, self.outer / self.streams
         if self.long_first and (self.schedule, self.kernel) == ("hopper", "forward"):
-            return self.streams / row_groups(round(self.streams), round(tiles), each / 1024, round(self.programs))
+            return self.streams / row_groups(round(self.streams), round(tiles), each / 1024, self.sms)
         if self.long_first and self.kernel == "one_pass":
             return float(long_first(round(self.streams), round(tiles), each / 1024)[0])
+        if self.long_first:
+            return float(grouped(round(self.streams), round(tiles), each / 1024, PORTABLE * self.sms)[0])
         return min(self.streams, max(1.0, self.programs / tiles))
 
     @property

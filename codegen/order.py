@@ -1,6 +1,7 @@
 """In which order programs, or tiles that programs take one after the other, of unequal length start."""
 from __future__ import annotations
 
+import functools
 import math
 
 L2_KIB = 24 * 1024
@@ -12,6 +13,9 @@ KEYS_KIB = 12 * 1024
 EVEN, SHARING = 4, 4
 """Tiles of rows for each multiprocessor among which long and short ones even out, and programs at least that read the same keys beside each other: where
 fewer do, device memory binds."""
+
+PORTABLE = 2
+"""Programs of the portable schedule that a multiprocessor is taken to hold, where long ones and short ones are to even out."""
 
 
 def long_first(batches: int, tiles: int, kib: float) -> tuple[int, int, int]:
@@ -38,3 +42,14 @@ def row_groups(batches: int, tiles: int, kib: float, programs: int) -> int:
     each multiprocessor; 0 where all tiles are as long."""
     most, even = evened(programs)
     return max(1, min(math.ceil(batches * kib / KEYS_KIB), -(-batches // max(1, min(most, -(-even // max(tiles, 1)))))))
+
+
+@functools.lru_cache(maxsize=1024)
+def grouped(batches: int, tiles: int, kib: float, programs: int) -> tuple[int, int, int]:
+    """(batch indices of a group, tiles, groups) of a grid in which groups follow each other: as `row_groups`, but all as large, so that their number divides `batches`."""
+    if not batches:
+        return 0, tiles, 0
+    wanted = -(-batches // row_groups(batches, tiles, kib, programs))
+    divisors = {d for n in range(1, math.isqrt(batches) + 1) if batches % n == 0 for d in (n, batches // n)}
+    together = min(divisors, key=lambda n: (batches // n > 65535, abs(math.log(n / wanted))))
+    return together, tiles, batches // together

@@ -110,7 +110,7 @@ def _head(site: Site, plan: Plan, backward: Plan | None, problem: Problem, body:
         out.line(f"from flashfx.codegen.split import {', '.join(split_names)}")
     if "tile_counter(" in body:
         out.line("from flashfx.codegen.counters import tile_counter")
-    if orders := [name for name in ("long_first", "row_groups") if f"{name}(" in body]:
+    if orders := [name for name in ("grouped", "long_first", "row_groups") if f"{name}(" in body]:
         out.line(f"from flashfx.codegen.order import {', '.join(orders)}")
     makers = [name for name in ("tiles_of", "tma_tiles") if f"{name}(" in body]
     if makers:

@@ -14,7 +14,7 @@ from ..parts import Site, arguments, count, decode, flatten, head_index, load_ti
 from ..program import Program
 from ..writer import Kernel, Writer
 from .common import Body, buffer, load_lse2, row_pointers, scaled
-from .forward import heavy_last
+from .forward import locate
 from .relative import add_ends, beyond_ends, ends_arguments, start_ends, store_ends, summed
 
 
@@ -31,8 +31,7 @@ def keys_kernel(site: Site, of: str = "KV") -> Kernel:
     kernel.hoists = max(site.D, site.Dv) <= 128  # wider, without, on an H100: 5 % less time at 192, as much under a mask and at 256; with it Triton 3.7 spilled 12 bytes
     out = kernel.body
     out.assign("tiles", "tl.cdiv(N, BLOCK_N)")
-    out.assign("y", "tl.program_id(0) // tiles")
-    out.assign("tile", "tl.program_id(0) % tiles")
+    locate(out, "y", "keys" if site.by_keys.shrinks else "", site.by_keys.shrinks)
     decode(out, mine, "y")
     out.assign("j0", "tile * BLOCK_N")
     if any(Var("j1") in e.leaves for e in _ends(site.by_keys)):
@@ -170,9 +169,7 @@ def rows_kernel(site: Site) -> Kernel:
                     arguments(site, results), ("BLOCK_M", "BLOCK_N"), "ROWS", multiples(site))
     out = kernel.body
     out.assign("tiles", "tl.cdiv(M, BLOCK_M)")
-    out.assign("y", "tl.program_id(0) // tiles")
-    reverse = heavy_last(site.by_rows.hi)
-    out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles" if reverse else "tl.program_id(0) % tiles")
+    locate(out, "y", "rows" if site.by_rows.grows else "", site.by_rows.only_grows)
     decode(out, mine, "y")
     out.assign("i0", "tile * BLOCK_M")
     if any(Var("i1") in e.leaves for e in _ends(site.by_rows)):

@@ -26,9 +26,26 @@ def is_finite(e: Expr) -> bool:
     return not e.loads and not any(getattr(x, "op", "") in ("log", "log2", "log1p", "truediv", "reciprocal") for x in walk(e))
 
 
-def heavy_last(hi: Expr) -> bool:
-    """Do later tiles of rows see more keys (causal masks)? Then they start first, and the short ones fill the gaps."""
-    return Var("i1") in hi.leaves
+def goes_in_groups(site: Site) -> bool:
+    """Do the longest tiles of several batch indices start together?"""
+    return site.by_rows.only_grows and not site.packed
+
+
+def locate(out: Writer, name: str, longest: str, together: bool, parts: bool = False) -> None:
+    """A program's batch index and tile. longest: the tiles that start first, those of the last "rows" or of the first "keys", "" if all are alike; those of several
+    batch indices `together` (`order.grouped`). parts: the grid's second dimension is then of the parts of the keys."""
+    if not together:
+        out.assign(name, "tl.program_id(0) // tiles")
+        tile = "tl.program_id(0) % tiles"
+    elif parts:
+        out.assign("together", "tl.num_programs(0) // tiles", "batch indices of a group")
+        out.assign(name, "tl.program_id(2) * together + tl.program_id(0) % together")
+        tile = "tl.program_id(0) // together"
+    else:
+        out.assign(name, "tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)", "groups of batch indices, one after the other")
+        tile = "tl.program_id(1)"
+    why = f"the {longest} of the longest tiles first: short programs fill the gaps" if longest else ""
+    out.assign("tile", f"tiles - 1 - {tile}" if longest == "rows" else tile, why)
 
 
 def forward_kernel(site: Site) -> Kernel:
@@ -42,11 +59,7 @@ def forward_kernel(site: Site) -> Kernel:
                     arguments(site, PARTIAL), ("BLOCK_M", "BLOCK_N"), "FORWARD", multiples(site, results=True))
     out = kernel.body
     out.assign("tiles", f"tl.cdiv(M * {count(site.packed)}, BLOCK_M)" if site.packed else "tl.cdiv(M, BLOCK_M)")
-    out.assign("z", "tl.program_id(0) // tiles")
-    if heavy_last(site.by_rows.hi) and not site.packed:
-        out.assign("tile", "tiles - 1 - tl.program_id(0) % tiles", "the rows with most keys first: short programs fill the gaps")
-    else:
-        out.assign("tile", "tl.program_id(0) % tiles")
+    locate(out, "z", "rows" if site.by_rows.grows and not site.packed else "", goes_in_groups(site), bool(site.parts))
     decode(out, site.other_axes(site.packed), "z")
     if site.parts:
         out.assign("part", "tl.program_id(1)")

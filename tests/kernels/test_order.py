@@ -8,7 +8,7 @@ import pytest
 
 from flashfx.codegen import render
 from flashfx.codegen.gpu import BY_NAME
-from flashfx.codegen.order import BALANCED, EVEN, KEYS_KIB, long_first, row_groups
+from flashfx.codegen.order import BALANCED, EVEN, KEYS_KIB, grouped, long_first, row_groups
 from flashfx.codegen.plan import make_plan, overridden
 
 from .cases import CORE, problem, spec
@@ -49,3 +49,9 @@ def test_the_kernel_counts_groups_alike():
     for batches, tiles in ((64, 32), (16, 128), (7, 4), (512, 4), (1, 1), (40, 16)):
         found = eval(formula, {"gl": gl, "all": batches, "tiles": tiles, "N": 128 * tiles})
         assert found == row_groups(batches, tiles, 128 * tiles * 512 / 1024, 132)
+
+
+@pytest.mark.parametrize("batches, tiles, kib, together", [(64, 32, 1024, 16), (40, 64, 1024, 10), (16, 32, 1024, 16), (7, 4, 100, 7), (10 ** 6, 1, 1, 12500), (1, 5, 1, 1), (0, 3, 1, 0)])
+def test_groups_of_a_grid_are_as_large(batches, tiles, kib, together):
+    found, along, groups = grouped(batches, tiles, kib, 132)
+    assert (found, found * groups) == (together, batches) and along == tiles and groups <= 65535

@@ -1,0 +1,19 @@
+"""The grids of the portable schedule's kernels, as text of a host function."""
+from __future__ import annotations
+
+from .limits import WIDTHS
+from .order import PORTABLE
+from .parts import Site, count
+from .writer import Writer
+
+def grid_of(options: str, block: str, size: str, axes) -> str:
+    return f"(triton.cdiv({size}, {options}[{block!r}]) * {count(axes)},)"
+
+
+def groups_of(site: Site, options: str, block: str, size: str, axes, streamed: str, out: Writer, parts: bool = False) -> str:
+    """The grid of a kernel whose longest tiles of several batch indices start together (`forward.locate`). streamed: how many keys or rows of an index its
+    programs read. parts: see there."""
+    width = site.D * WIDTHS[site.dtype] + site.Dv * WIDTHS[site.v_dtype]
+    tiles = f"triton.cdiv({size}, {options}[{block!r}])"
+    out.line(f"together, tiles, groups = grouped({count(axes)}, {tiles}, {streamed} * {width} / 1024, {PORTABLE * site.programs})", "of long tiles and short ones")
+    return "(together * tiles, parts, groups)" if parts else "(together, tiles, groups)"
