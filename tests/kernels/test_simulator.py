@@ -6,6 +6,6 @@ import pytest
 from .test_interpreter import in_a_process
 
 
-@pytest.mark.parametrize("files, named", [("simulated.py", "test_rest"), ("simulated.py simulated_documents.py", "not test_rest")])
+@pytest.mark.parametrize("files, named", [("simulated.py", "test_rest"), ("simulated.py simulated_documents.py simulated_order.py", "not test_rest")])
 def test_kernels(files, named, pytestconfig):
     in_a_process(files, named, pytestconfig.getoption("markexpr"))
