@@ -6,13 +6,15 @@ from .order import PORTABLE
 from .parts import Site, count
 from .writer import Writer
 
+
 def grid_of(options: str, block: str, size: str, axes) -> str:
+    """A program for each tile of `size` rows or keys of each batch index."""
     return f"(triton.cdiv({size}, {options}[{block!r}]) * {count(axes)},)"
 
 
 def groups_of(site: Site, options: str, block: str, size: str, axes, streamed: str, out: Writer, parts: bool = False) -> str:
     """The grid of a kernel whose longest tiles of several batch indices start together (`forward.locate`). streamed: how many keys or rows of an index its
-    programs read. parts: see there."""
+    programs read. parts: the second dimension is of the parts of the keys."""
     width = site.D * WIDTHS[site.dtype] + site.Dv * WIDTHS[site.v_dtype]
     tiles = f"triton.cdiv({size}, {options}[{block!r}])"
     out.line(f"together, tiles, groups = grouped({count(axes)}, {tiles}, {streamed} * {width} / 1024, {PORTABLE * site.programs})", "of long tiles and short ones")
