@@ -18,4 +18,4 @@ def groups_of(site: Site, options: str, block: str, size: str, axes, streamed: s
     width = site.D * WIDTHS[site.dtype] + site.Dv * WIDTHS[site.v_dtype]
     tiles = f"triton.cdiv({size}, {options}[{block!r}])"
     out.line(f"together, tiles, groups = grouped({count(axes)}, {tiles}, {streamed} * {width} / 1024, {PORTABLE * site.programs})", "of long tiles and short ones")
-    return "(together * tiles, parts, groups)" if parts else "(together, tiles, groups)"
+    return f"(together * tiles, {'parts' if parts else 1}, groups)"

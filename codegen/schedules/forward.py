@@ -31,19 +31,13 @@ def goes_in_groups(site: Site) -> bool:
     return site.by_rows.only_grows and not site.packed
 
 
-def locate(out: Writer, name: str, longest: str, together: bool, parts: bool = False) -> None:
+def locate(out: Writer, name: str, longest: str, together: bool) -> None:
     """A program's batch index and tile. longest: the tiles that start first, those of the last "rows" or of the first "keys", "" if all are alike; those of several
-    batch indices `together` (`order.grouped`). parts: the grid's second dimension is then of the parts of the keys."""
-    if not together:
-        out.assign(name, "tl.program_id(0) // tiles")
-        tile = "tl.program_id(0) % tiles"
-    elif parts:
+    batch indices `together` (`order.grouped`), one group of them after the other."""
+    tile = "tl.program_id(0) // together" if together else "tl.program_id(0) % tiles"
+    if together:
         out.assign("together", "tl.num_programs(0) // tiles", "batch indices of a group")
-        out.assign(name, "tl.program_id(2) * together + tl.program_id(0) % together")
-        tile = "tl.program_id(0) // together"
-    else:
-        out.assign(name, "tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)", "groups of batch indices, one after the other")
-        tile = "tl.program_id(1)"
+    out.assign(name, "tl.program_id(2) * together + tl.program_id(0) % together" if together else "tl.program_id(0) // tiles")
     why = f"the {longest} of the longest tiles first: short programs fill the gaps" if longest else ""
     out.assign("tile", f"tiles - 1 - {tile}" if longest == "rows" else tile, why)
 
@@ -59,7 +53,7 @@ def forward_kernel(site: Site) -> Kernel:
                     arguments(site, PARTIAL), ("BLOCK_M", "BLOCK_N"), "FORWARD", multiples(site, results=True))
     out = kernel.body
     out.assign("tiles", f"tl.cdiv(M * {count(site.packed)}, BLOCK_M)" if site.packed else "tl.cdiv(M, BLOCK_M)")
-    locate(out, "z", "rows" if site.by_rows.grows and not site.packed else "", goes_in_groups(site), bool(site.parts))
+    locate(out, "z", "rows" if site.by_rows.grows and not site.packed else "", goes_in_groups(site))
     decode(out, site.other_axes(site.packed), "z")
     if site.parts:
         out.assign("part", "tl.program_id(1)")
