@@ -8,7 +8,7 @@ from ..spec import BLOCK, AttentionSpec
 from . import captured
 from .derivative import partial as derivative
 from .factors import split_factor
-from .grids import grid_of, groups_of
+from .grids import grid_of, groups_of, rows_of
 from .parts import Site, count, extent
 from .program import local
 from .reads import averages
@@ -156,7 +156,6 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
         _unpack(site, out, site.warpgroups > 0 and hopper_locate.by_row_tiles(site))
         extents = _shape(extent(a) for a in site.spec.axes)
         out.line(f"out, lse = empty_output({extents}, M, v, outer), empty_lse({extents}, M, v)")
-        grid = grid_of("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
         if site.warpgroups and hopper_locate.is_uneven(site):
             out.line("taken = tile_counter(q.device)", "how many tiles programs took beside their first: 0 before and behind the kernel")
         if site.parts:
@@ -164,10 +163,12 @@ def forward_function(site: Site, found: dict[str, Kernel]) -> str:
             shape = _shape(["parts", *(extent(a) for a in site.spec.axes), "M"])
             out.line(f"part_max, part_sum = (torch.empty({shape}, dtype=torch.float32, device=q.device) for _ in range(2))")
             out.line(f"part_out = torch.empty({shape[:-1]}, {site.Dv}), dtype=torch.float32, device=q.device)")
-            grid = f"{grid[:-1]} parts)"
         if not site.warpgroups and goes_in_groups(site):
             grid = groups_of(site, "FORWARD", "BLOCK_M", "M", site.spec.axes, "N", out, bool(site.parts))
-        found["forward"].call(f"(min({site.programs}, {grid[1:-2]}),)" if site.warpgroups else grid, out)
+        else:
+            grid = grid_of("FORWARD", "BLOCK_M", f"M * {count(site.packed)}" if site.packed else "M", site.other_axes(site.packed))
+            grid = f"(min({site.programs}, {grid[1:-2]}),)" if site.warpgroups else f"{grid[:-1]} parts)" if site.parts else grid
+        found["forward"].call(grid, out)
         if site.parts:
             out.line("combined = shared_out(parts)")
             found["combine"].call(f"(triton.cdiv({count(site.spec.axes)} * M, combined['ROWS']),)", out)
@@ -245,9 +246,7 @@ def _keys(site: Site, found: list[Kernel], out: Writer) -> tuple[str, str]:
     grad_k = _allocate(site, "grad_k", "k", axes, "N", site.D, out)
     grad_v = _allocate(site, "grad_v", "v", axes, "N", site.Dv, out)
     _allocate_sums(site, site.loads_over("j"), "", out)
-    others = site.other_axes(axes)
-    rows = f"M * {count(others)}" if others else "M"
-    grid = groups_of(site, "KEYS", "BLOCK_N", "N", axes, rows, out) if site.by_keys.shrinks else grid_of("KEYS", "BLOCK_N", "N", axes)
+    grid = groups_of(site, "KEYS", "BLOCK_N", "N", axes, rows_of(site, axes), out) if site.by_keys.shrinks else grid_of("KEYS", "BLOCK_N", "N", axes)
     for kernel in found:
         kernel.call(grid, out)
     return grad_k if site.needs[1] else "None", grad_v if site.needs[2] else "None"
@@ -303,8 +302,7 @@ def _one_pass(site: Site, found: dict[str, Kernel], out: Writer) -> list[str]:
     allocate_stored(site, out)
     if goes_together(site):
         row = sum(6 * c.width for c in site.qk_chunks) + sum(2 * c.width for c in site.v_chunks)  # bytes of q, dO and dQ
-        rows = f"M * {count(site.other_axes(axes))}" if site.other_axes(axes) else "M"
-        out.line(f"together, *_ = long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows} * {row} / 1024)", "batch indices whose tiles start together")
+        out.line(f"together, *_ = long_first({count(axes)}, triton.cdiv(N, KEYS['BLOCK_N']), {rows_of(site, axes)} * {row} / 1024)", "batch indices whose tiles start together")
     found["keys"].call(f"(min({site.programs}, {grid_of('KEYS', 'BLOCK_N', 'N', axes)[1:-2]}),)", out)
     finish_stored(site, found.get("sum"), out)
     out.line(f"grad_q = torch.empty({shape}, dtype=q.dtype, device=q.device)")

@@ -173,7 +173,7 @@ def test_a_causal_forward_against_a_simulated_cache(schedule, heads, share, leng
     """Caches of so many MiB. A group of heads is read again by as many waves of programs as its rows have; where misses set in, the model has more of them."""
     p, cache = Problem((heads, 1, share), length, length, size, size, "bfloat16", "bfloat16"), cache * 2 ** 20
     found, wanted = modelled(schedule, "forward", p, "causal", m, n, cache), simulated(longest_first(schedule, p, m, n), Cache(cache))
-    assert wanted / 1.15 < found < 1.45 * wanted
+    assert wanted / (1.1 if schedule == "hopper" else 1.15) < found < 1.45 * wanted
 
 
 def test_the_formulas_can_be_read():

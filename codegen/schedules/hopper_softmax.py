@@ -72,8 +72,8 @@ def descends(site: Site) -> bool:
 def goes_round(site: Site) -> bool:
     """Do the other keys, behind those that are cut, then come from the first on? Programs that run at once read the same ones. H200, N = 1024, 4096, 16384: a soft cap at 64 and 128 4, 2, 2 and 3, 3, 2 %
     faster, dropout at 128 2, 3, 2; plain attention is -6 to 2 %, ALiBi -6 to -1."""
-    slow = site.spec.dropout > 0 or isinstance(site.raw, Call)
-    return slow and not adds_position(site.raw) and not site.by_rows.is_total and descends(site)
+    costly = site.spec.dropout > 0 or isinstance(site.raw, Call)
+    return costly and not adds_position(site.raw) and not site.by_rows.is_total and descends(site)
 
 
 def _is_short_of_registers(site: Site) -> bool:
