@@ -230,13 +230,13 @@ def is_laden(spec: AttentionSpec, head: int) -> bool:
 def takes_three(spec: AttentionSpec) -> bool:
     """Have three warpgroups of a forward registers enough? They do without dropout, under a mask of comparisons, where the score is q . k or a function
     of it alone that names it once: it takes the place of q . k element by element."""
-    return _in_place(peel(spec.score)[0]) and not spec.dropout and compares(spec)
+    return in_place(peel(spec.score)[0]) and not spec.dropout and compares(spec)
 
 
-def _in_place(e: Expr) -> bool:
+def in_place(e: Expr) -> bool:
     """Is it q . k, or a function of it and of constants that names it once?"""
     rest = [a for a in e.args if not isinstance(a, Const)] if isinstance(e, Call) else []
-    return e == QK or len(rest) == 1 and _in_place(rest[0])
+    return e == QK or len(rest) == 1 and in_place(rest[0])
 
 
 def _functions(spec: AttentionSpec) -> set[str]:
@@ -270,7 +270,7 @@ def takes_thirds(spec: AttentionSpec, problem: Problem, listed: bool, ordered: b
     if not 128 < max(problem.D, problem.Dv) <= 192:
         return False
     slopes = {"i", "j"} <= split_factor(derivative(spec.score, QK))[0].variables
-    if listed or ordered or averages(spec, problem.M <= problem.N) or slopes and (spec.dropout or not _in_place(peel(spec.score)[0])):
+    if listed or ordered or averages(spec, problem.M <= problem.N) or slopes and (spec.dropout or not in_place(peel(spec.score)[0])):
         return False
     return not across(spec) and not any({"i", "j"} & load.variables for load in spec.visible.loads)
 

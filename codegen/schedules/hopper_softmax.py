@@ -1,7 +1,7 @@
 """The softmax of the Hopper forward kernel, between its products: score, mask, running maximum and sum, dropout (FlashAttention-2, section 3.1)."""
 from __future__ import annotations
 
-from ...expr import BOOL, Call, Const, Var, walk
+from ...expr import BOOL, QK, Call, Const, Var, walk
 from ..factors import span
 from ..parts import LOG2E, Site
 from ..philox import threshold
@@ -12,7 +12,7 @@ from ..writer import Writer
 from .ends import ended, warpgroup_score
 from .forward import is_finite
 from .hopper_captured import mask_loads, tile_loads
-from .hopper import ROWS, compares, is_crowded, tiles_name
+from .hopper import ROWS, compares, in_place, is_crowded, tiles_name
 from .hopper_locate import adds_position, cuts_last, narrows
 from .hopper_vectors import WORDS, compared, cut, groups, hidden_by_data, shares_words
 
@@ -61,12 +61,25 @@ def descends(site: Site) -> bool:
     """
     found, head = site.by_rows, max(site.D, site.Dv)
     rises = adds_position(site.raw) and not found.is_total and (head > 96 or is_ramped(site.raw, "j"))
-    if site.listed or site.warpgroups == 2 and not rises and (head <= 96 or Var("j") in site.raw.leaves):
+    if site.listed or site.warpgroups == 2 and not rises and (not _repays_round(site) if head <= 96 else Var("j") in site.raw.leaves):
         return False
     if found.is_total:
         return not site.hides_beyond
     together = site.warpgroups == 3 and not adds_position(site.raw) and speculates(site)
     return not together and cuts_last(found, ROWS if narrows(site) else ROWS * site.warpgroups, site.columns)
+
+
+def _repays_round(site: Site) -> bool:
+    """Two warpgroups of heads up to 96 that have a mask to ask for: does it gain to do what it cuts first? Under a soft cap, H200, N = 1024, 4096, 16384, % faster: head size 32 5, 8, 48 6, 7, 72 9, 10, 14, 80 8, 15, 17,
+    96 5, 7, 14; with dropout, whose bits come first (`draws_first`), at 64 alone: 1, 3, 0, a prefix 1, -1; 32 -8, 48 -4, 80 and 96 -8 to -6 %. Plain attention at 80 and 96 -10, -8."""
+    if site.spec.dropout:
+        return site.raw == QK and 48 < max(site.D, site.Dv) <= 64
+    return _is_capped(site)
+
+
+def _is_capped(site: Site) -> bool:
+    """Is a score a function of q . k alone, as under a soft cap?"""
+    return site.raw != QK and in_place(site.raw)
 
 
 def goes_round(site: Site) -> bool:
@@ -152,9 +165,16 @@ def weight_unit(site: Site) -> float:
 
 
 def draws_first(site: Site) -> bool:
-    """Are dropout's bits worked out ahead of the softmax, whose maximum else waits for all scores? H200, causal, N = 1k, 2k, 4k, 8k, 16k, % faster: head size 128 -1, 0, 1, 4, 6, 112 0, 0, 2, 5, 6,
-    160 0, 2, 1, 2, 3; 192 at 4k, 16k -4, 1. At 96 and 64, where nothing waits for a maximum, 6 to 19 % slower."""
-    return site.spec.dropout > 0 and 96 < max(site.D, site.Dv) <= 160
+    """Are dropout's bits worked out ahead of the softmax? Where its maximum else waits for all scores: H200, causal, N = 1k, 2k, 4k, 8k, 16k, % faster: head size 128 -1, 0, 1, 4, 6, 112 0, 0, 2, 5, 6,
+    160 0, 2, 1, 2, 3; 192 at 4k, 16k -4, 1. Where two warpgroups ask for no mask in the loop: N = 1k, 4k, 16k, 64 without one 8, 15, 16, 48 10, 17; ALiBi at 64 2, 5, 7; T5's table without a mask 4, 3; -3 and -1 at 32,
+    -3 to -13 at 80 and 96, and beside tiles of a bias -3, 0. Under a soft cap 64 6, 6, 6, 80 and 96 8, 9 and 5, 7, but 32 -2, -4. Else 6 to 19 % slower, three warpgroups 30 to 60."""
+    head = max(site.D, site.Dv)
+    if not site.spec.dropout or head > 160 or site.warpgroups != 2:
+        return False
+    if head > 64:
+        return head > 96 or _is_capped(site)
+    asks = site.listed or not descends(site) and not (site.by_rows.is_total and site.hides_beyond)
+    return head > 32 and (_is_capped(site) and head > 48 or not asks and not tile_loads(site))
 
 
 def reads_seed_late(site: Site) -> bool:

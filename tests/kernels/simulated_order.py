@@ -24,7 +24,8 @@ def test_three_warpgroups(variant, kind, head, keys):
 
 
 @pytest.mark.parametrize("prefix, head, tiles, drop", thinned([(192, 192, (128, 64, 8, 2), "0.1"), (128, 64, (192, 128, 12, 2), ""), (64, 128, (128, 64, 8, 2), ""), (0, 128, (128, 128, 8, 2), "0.1"),
-                                                            (100, 192, (128, 64, 8, 2), "0.1"), (384, 64, (192, 64, 12, 2), "")], 5))
+                                                            (100, 192, (128, 64, 8, 2), "0.1"), (384, 64, (192, 64, 12, 2), ""), (0, 64, (128, 128, 8, 2), "0.1"), (100, 80, (128, 64, 8, 2), ""),
+                                                            (64, 64, (128, 64, 8, 2), "0.1"), (0, 48, (128, 128, 8, 2), "")], 3))
 def test_keys_that_go_round(prefix, head, tiles, drop):
     """What is cut first, then from the first key on; of some warpgroups' rows a prefix may end where a tile does, and nothing is cut."""
     where = "(j <= i) | (j < " + str(prefix) + ")" if prefix else "j <= i"
@@ -32,4 +33,15 @@ def test_keys_that_go_round(prefix, head, tiles, drop):
     with overridden(forward=tiles, schedule="hopper"):
         plan = make_plan(s, p, CARD, "forward")
         assert re.search(r"where\(t (< cut|== 0), ", render(s, plan, p, (False,) * 3).text)
+        run(s, p, gradients=False).within_budget()
+
+
+@pytest.mark.parametrize("score, head, N", [("qk * 0.125", 64, 300), ("qk * 0.125", 48, 256), ("tanh(qk * 0.125 / 3.0) * 3.0", 80, 300)])
+def test_bits_drawn_first(score, head, N):
+    """Dropout's bits ahead of the softmax, where nothing is asked of a mask in the loop: the tile that reaches beyond the last key comes before it."""
+    s, p = spec(Variant(score=score, drop="0.1")), problem("self", head, "bfloat16", M=130, N=N, batch=1, heads=1)
+    with overridden(forward=(128, 128, 8, 2), schedule="hopper"):
+        text = render(s, make_plan(s, p, CARD, "forward"), p, (False,) * 3).text
+        loop = text[text.index("for t in range(1, "):]
+        assert loop.index("bits = random_bits(") < loop.index("p = " if "tanh" in score else "= weighed(")
         run(s, p, gradients=False).within_budget()
