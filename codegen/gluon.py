@@ -55,9 +55,10 @@ def philox(seed, c0, c1, c2, vary):
 @gluon.jit
 def key_words(seed, z, j0, COLUMNS: gl.constexpr):
     """What a key and a batch index alone make of Philox's first three rounds, for the counters (key, any, z, 0) of keys from j0
-    on: four words, with the round keys that meet them, as two numbers of 64 bits."""
-    c = gl.arange(0, COLUMNS // 8, gl.BlockedLayout([1], [32], [1], [0]))
-    c0 = (j0 + c // 4 * 32 + c // 2 % 2 * 4 + c % 2 * 16).to(gl.uint32)
+    on, by bit 4 of the key and the rest of it: four words, with the round keys that meet them, as two numbers of 64 bits."""
+    keys: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [1, 1], [1, 0])
+    c = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, keys))[None, :]
+    c0 = (j0 + gl.arange(0, 2, gl.SliceLayout(1, keys))[:, None] * 16 + c // 4 * 32 + c % 4 * 2).to(gl.uint32)
     k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     c1, _ = wide_product(z.to(gl.uint32) + c0 * 0, 0xCD9E8D57)              # round 1
     first, high = wide_product(c0, 0xD2511F53)
@@ -84,41 +85,34 @@ def philox_by_words(seed, words, c1, c2, vary):
 
 @gluon.constexpr_function
 def words_layout(ROWS, COLUMNS, WARPS):
-    """Layout of one Philox call for each 16 elements of a (ROWS, COLUMNS) accumulator: the accumulator's without bit 3 of the
-    row and bits 0, 3 and 4 of the column. Warps that the rows do not need share the columns."""
+    """Layout of one Philox call for each 16 elements of a (ROWS, COLUMNS) accumulator, by bits of the row, bit 0 of the row and bits
+    of the column: the accumulator's without bit 3 of the row and bits 0, 3 and 4 of the column. Warps that the rows do not need
+    share the columns."""
     beside = WARPS * 16 // ROWS
-    registers = [[0, 4 << n] for n in range((COLUMNS // 32 // beside).bit_length() - 1)]
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    warps = [[8 << n, 0] for n in range((WARPS // beside).bit_length() - 1)]
-    warps += [[0, COLUMNS // 8 // beside << n] for n in range(beside.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 2, COLUMNS // 8])
+    registers = [[0, 0, 4 << n] for n in range((COLUMNS // 32 // beside).bit_length() - 1)]
+    lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [1, 0, 0], [2, 0, 0]]
+    warps = [[4 << n, 0, 0] for n in range((WARPS // beside).bit_length() - 1)]
+    warps += [[0, 0, COLUMNS // 8 // beside << n] for n in range(beside.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS // 4, 2, COLUMNS // 8])
 
 
 @gluon.jit
-def exchange(w0, w1, w2, w3, odd):
-    """Keys along the rows: a thread with an even key has both keys' bits of an even query row, its neighbour with the odd key
-    those of the next row. Each gives the other half of what it has, and both hold one key and two rows then."""
-    swap: gl.constexpr = """{{
-        .reg .b32 give, a, b;
-        prmt.b32 give, $4, $5, $8; shfl.sync.bfly.b32 a, give, 4, 31, -1;
-        prmt.b32 give, $6, $7, $8; shfl.sync.bfly.b32 b, give, 4, 31, -1;
-        prmt.b32 $0, $4, a, $9; prmt.b32 $1, $5, a, $10; prmt.b32 $2, $6, b, $9; prmt.b32 $3, $7, b, $10; }}"""
-    give = gl.where(odd, 0x5410, 0x7632)
-    low = gl.where(odd, 0x3254, 0x5410)
-    high = gl.where(odd, 0x3276, 0x7610)
+def own_halves(one, other, order):
+    """Keys along the rows: of two words with halves for two keys, those of a thread's own key and those of its neighbour's."""
+    text: gl.constexpr = "prmt.b32 $0, $2, $3, $4; prmt.b32 $1, $2, $3, $5;"
+    given = [one, other, order, order ^ 0x2222]
+    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r,r", given, (gl.uint32, gl.uint32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def both_words(own, given, order):
+    """Two threads, whose rows differ in bit 0, have each made one call of two, that for 16 columns and that for the next 16, of which
+    half is the other's. A word of the first call, one of the second, and both again with the bytes of each half in the other order."""
+    text: gl.constexpr = """{{ .reg .b32 o; shfl.sync.bfly.b32 o, $5, 4, 31, -1; prmt.b32 $0, $4, o, $6; prmt.b32 $1, $4, o, $7;
+        prmt.b32 $2, $0, $0, 0x2301; prmt.b32 $3, $1, $1, 0x2301; }}"""
     four: gl.constexpr = (gl.uint32, gl.uint32, gl.uint32, gl.uint32)
-    given = [w0, w1, w2, w3, give, low, high]
-    return gl.inline_asm_elementwise(swap, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", given, four, is_pure=True, pack=1)
-
-
-@gluon.jit
-def share(word, odd, LANE: gl.constexpr):
-    """Two threads, whose keys differ in bit 1, have the bits of both, one those of 16 columns, the other those of the next 16.
-    Both get all; the odd one reads the bytes of each half in the other order (`philox`)."""
-    take: gl.constexpr = "shfl.sync.bfly.b32 o, $2, " + LANE + ", 31, -1; "
-    text: gl.constexpr = "{{ .reg .b32 o; " + take + "prmt.b32 $0, $2, o, $3; prmt.b32 $1, $2, o, $4; }}"
-    given = [word, gl.where(odd, 0x6745, 0x3210), gl.where(odd, 0x2301, 0x7654)]
-    return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r", given, (gl.uint32, gl.uint32), is_pure=True, pack=1)
+    operands = [own, given, order, order ^ 0x4444]
+    return gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r,r,r,r", operands, four, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -128,40 +122,40 @@ def random_bits(seed, z, a0, b0, unknown, words_a, words_b, ROWS: gl.constexpr, 
     unknown: 0; where the compiler does not know that, it keeps nothing in registers that is made of a thread's number alone.
     words_a, words_b: the tile's `key_words` in shared memory, or None."""
     words: gl.constexpr = words_layout(ROWS, COLUMNS, WARPS)
-    r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, words))[:, None]
-    c = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, words))[None, :]
-    a = a0 + r // 8 * 16 + r % 8
-    b = b0 + c // 4 * 32
-    zero = gl.zeros([ROWS // 2, COLUMNS // 8], gl.uint32, words)
+    r = gl.arange(0, ROWS // 4, gl.SliceLayout(1, gl.SliceLayout(2, words)))[:, None, None]
+    odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, words)))[None, :, None] + unknown
+    c = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(1, words)))[None, None, :]
+    zero = gl.zeros([ROWS // 4, 2, COLUMNS // 8], gl.uint32, words)
+    a = a0 + r // 4 * 16 + r % 4 * 2
+    b = b0 + c // 4 * 32 + c % 4 * 2 + odd * 16
     z = z.to(gl.uint32) + zero
+    order = odd.to(gl.uint32) + zero
     if TRANSPOSED:
-        odd, one = (r + unknown) % 2, (r + unknown) // 2 % 2
-        b = b + c % 4 * 2 + odd + one * 16
-        w0, w1, w2, w3 = philox(seed, (a - r % 4).to(gl.uint32) + zero, b.to(gl.uint32) + zero, z, zero)
-        w0, w2, w1, w3 = exchange(w0, w1, w2, w3, odd.to(gl.uint32) + zero != 0)
-        lane: gl.constexpr = "8"
+        w0, w1, w2, w3 = philox(seed, a.to(gl.uint32) + zero, b.to(gl.uint32) + zero, z, zero)
+        halves = 0x5410 ^ order * 0x2222 ^ (a // 16 % 2).to(gl.uint32) * 0x4444
+        w0, w2 = own_halves(w0, w2, halves)
+        w1, w3 = own_halves(w1, w3, halves)
     else:
-        one = (c + unknown) % 2
-        b = b + c // 2 % 2 * 4 + one * 16
         vary = (a >> 31).to(gl.uint32) + zero if VARY else zero
         if words_a is None:
             w0, w1, w2, w3 = philox(seed, b.to(gl.uint32) + zero, a.to(gl.uint32) + zero, z, vary)
         else:
             flat: gl.constexpr = gl.SliceLayout(0, words)
-            found = words_a.load(flat)[None, :] + zero.to(gl.int64), words_b.load(flat)[None, :] + zero.to(gl.int64)
+            found = words_a.load(flat)[None, :, :] + zero.to(gl.int64), words_b.load(flat)[None, :, :] + zero.to(gl.int64)
             w0, w1, w2, w3 = philox_by_words(seed, found, a.to(gl.uint32) + zero, z, vary)
-        lane: gl.constexpr = "1"
-    one = one.to(gl.uint32) + zero != 0
-    w0, x0 = share(w0, one, lane)
-    w1, x1 = share(w1, one, lane)
-    w2, x2 = share(w2, one, lane)
-    w3, x3 = share(w3, one, lane)
-    low = gl.join(gl.join(w0, w1), gl.join(w2, w3))                # (r, c, bit 3 of the column, bit 3 of the row)
-    high = gl.join(gl.join(x0, x1), gl.join(x2, x3))
+    order = 0x3210 ^ order * 0x4444
+    w0, x0, s0, t0 = both_words(w0, w2, order)
+    w1, x1, s1, t1 = both_words(w1, w3, order)
+    if TRANSPOSED:
+        low = gl.join(gl.join(w0, s0), gl.join(w1, s1))            # (…, bit 3 of the column, bit 3 of the row)
+        high = gl.join(gl.join(x0, t0), gl.join(x1, t1))
+    else:
+        low = gl.join(gl.join(w0, w1), gl.join(s0, s1))
+        high = gl.join(gl.join(x0, x1), gl.join(t0, t1))
     tile = gl.join(low, high)                                      # (…, bit 4 of the column)
     tile = gl.join(tile, tile)                                     # (…, bit 0 of the column): each looks at a half
-    tile = tile.reshape([ROWS // 16, 8, COLUMNS // 32, 4, 2, 2, 2, 2]).permute([0, 5, 1, 2, 6, 4, 3, 7]).reshape([ROWS, COLUMNS])
-    return gl.convert_layout(tile, LAYOUT)
+    tile = tile.reshape([ROWS // 16, 4, 2, COLUMNS // 32, 4, 2, 2, 2, 2]).permute([0, 6, 1, 2, 3, 7, 5, 4, 8])
+    return gl.convert_layout(tile.reshape([ROWS, COLUMNS]), LAYOUT)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from ..spec import BLOCK, FINE, AttentionSpec
 from . import gluon, host
 from .load import load
 from .parts import Site, count
-from .philox import KEEP_TILE, NATIVE_SWAP, SWAP
+from .philox import KEEP_TILE
 from .plan import Plan, all_needs, make_plan
 from .schedules import hopper_around, hopper_memory
 from .program import helpers
@@ -77,7 +77,7 @@ def render(spec: AttentionSpec, plan: Plan, problem: Problem, needs: Sequence[bo
     kernels = [k.source for k in found.values()]
     body = "\n".join([*kernels, *functions])
     native = plan.gpu.vendor == "NVIDIA" and plan.gpu.capability >= (7, 5) and not interpreting()
-    random = [NATIVE_SWAP if native else SWAP, KEEP_TILE] if "keep_tile(" in body else []
+    random = [KEEP_TILE] if "keep_tile(" in body else []
     shared = [*random, *helpers(body, "float32" in (site.dtype, site.v_dtype), native), *gluon.helpers(body)]
     head = _head(site, plan, backward if any(site.needs) else None, problem, body)
     text = "\n\n\n".join([head, *shared, *kernels, *functions, _MAIN]) + "\n"

@@ -96,7 +96,7 @@ def shared_bytes(kernel: str, spec: AttentionSpec, problem: Problem, m: int, n: 
     if kernel == "forward":
         queries = q_tiles(spec, problem, m, n, stages, tiled)
         found = _forward_tiles(spec, problem, m, n, stages, tiled, queries, stores_directly(spec, problem, listed))
-        found += [((stages + 1) * n, 16)] * len(WORDS) * shares_words(spec, max(problem.D, problem.Dv))
+        found += [((stages + 1) * 2 * n, 16)] * len(WORDS) * shares_words(spec, max(problem.D, problem.Dv))
         if not is_counted(spec):
             return sum(size for size, _ in found) + vector_bytes(spec, m, n, stages) + 2048
         found += [(queries * m * _element(load), 16) for load in vectors(spec, "i")]
@@ -233,7 +233,7 @@ def _forward_handed(spec: AttentionSpec, problem: Problem, tiled: Sequence[str],
     if listed:
         # lists of a batch index; their length, and N only where that is asked for
         sizes += NUMBER * (bool(spec.mask().axes) + names_length(spec, problem, tiled))
-    beside += _buffer(2) * ((_told(spec, problem, tiled, listed) > 0) + len(WORDS) * shares_words(spec, max(problem.D, problem.Dv)))
+    beside += _buffer(2) * (_told(spec, problem, tiled, listed) > 0) + _buffer(3) * len(WORDS) * shares_words(spec, max(problem.D, problem.Dv))
     return maps + rings + sizes + ADDRESS + ADDRESS * uneven + ADDRESS * (spec.dropout > 0) + _loads(spec, tiled, spec.loads) + beside
 
 

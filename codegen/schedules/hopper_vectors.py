@@ -56,8 +56,8 @@ def shares_words(spec: AttentionSpec, head: int) -> bool:
     return spec.dropout > 0 and 32 < head <= 64 and not any(map(ends, spec.score.loads))
 
 
-def _reserve(out: Writer, name: str, dtype: str, places: str | int, size: str | int) -> None:
-    out.assign(name, f"gl.allocate_shared_memory({dtype}, [{places}, {size}], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
+def _reserve(out: Writer, name: str, dtype: str, places: str | int, size: str | int, order: str = "[0]") -> None:
+    out.assign(name, f"gl.allocate_shared_memory({dtype}, [{places}, {size}], gl.SwizzledSharedLayout(1, 1, 1, {order}))")
 
 
 def reserve_vectors(site: Site, out: Writer) -> None:
@@ -67,7 +67,7 @@ def reserve_vectors(site: Site, out: Writer) -> None:
         _reserve(out, "start_ring", "gl.int32", "STAGES + 1", 1)
     if shares_words(site.spec, max(site.D, site.Dv)):
         for name in WORDS:
-            _reserve(out, name, "gl.int64", "STAGES + 1", "BLOCK_N // 8")
+            _reserve(out, name, "gl.int64", "STAGES + 1", "2, BLOCK_N // 8", "[1, 0]")
     if compared(site.spec):
         _reserve(out, "cut_ring", "gl.int32", "STAGES + 1", 1)
     kinds = {FLOAT: "gl.float32", BOOL: "gl.int32"}

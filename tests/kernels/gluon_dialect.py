@@ -239,7 +239,7 @@ def take_ticket(counter, last):
 
 
 OVERRIDES = dict(NAMED, within=within, ramp=ramp, widened=lambda tile: tile.float(), take_ticket=take_ticket, number_on=scalar,
-                 random_bits=random_bits, key_words=lambda seed, z, j0, COLUMNS: (torch.zeros(COLUMNS // 8, dtype=torch.int64),) * 2, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
+                 random_bits=random_bits, key_words=lambda seed, z, j0, COLUMNS: (torch.zeros(2, COLUMNS // 8, dtype=torch.int64),) * 2, kept=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, 0.0),
                  signed_by_keep=lambda p, bits, THRESHOLD: torch.where(bits >= THRESHOLD, p, -p), kept_mask=lambda bits, THRESHOLD: bits >= THRESHOLD,
                  marked_by_keep=lambda x, bits, THRESHOLD: (x.float().view(torch.int32) & -2 | (bits >= THRESHOLD).int()).view(torch.float32),
                  is_marked=lambda x: x.view(torch.int32) & 1 != 0, threads_of=lambda rows: None, raised=raised, weighed=weighed, bounded_exp2=lambda x, FACTOR: torch.exp2(x * FACTOR),

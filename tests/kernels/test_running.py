@@ -73,6 +73,12 @@ def run(text: str, registers: dict[str, np.ndarray]) -> int:
             write(to, np.where(value(p), value(a), value(b)), guard)
         elif name == "shfl":
             write(operands[0], value(operands[1])[LANES ^ int(operands[2])], guard)
+        elif name == "prmt":
+            to, *given = operands
+            one, other, order = (bits(value(x)).view(np.uint32).astype(np.uint64) for x in given)
+            pair = one | other << np.uint64(32)
+            chosen = [(pair >> (order >> np.uint64(4 * n) & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)) << np.uint64(8 * n) for n in range(4)]
+            write(to, sum(chosen).astype(np.uint32).view(np.int32), guard)
         elif name == "cvt":
             high, low = (torch.from_numpy(value(x).astype(np.float32)).to(KINDS[kinds[1]]).view(torch.int16).numpy().astype(np.int64) for x in operands[1:])
             write(operands[0], high << 16 | low & 0xFFFF, guard)
