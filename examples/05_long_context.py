@@ -9,7 +9,7 @@ Output:
     tiles   16630336 (99%) tiles skipped, 114240 (1%) full, 32640 (0%) partial
     memory  forward 2.27 TB -> 10.7 GB (212.0x less)
             backward 3.92 TB -> 35 GB (112.2x less)
-    time    forward about 1.73 ms, bound by matrix units
+    time    forward about 1.7 ms, bound by special functions
             backward about 6.13 ms, bound by matrix units
     2048 tokens: largest difference from eager …
 """

@@ -193,7 +193,7 @@ def _halves(site: Site, body: Body, out: Writer, name: str, exponent: str, hidde
 
 def _bits(site: Site, rows: str, warps: int) -> str:
     """Where registers run out, of the seed and an unknown zero: a key for each round, known ahead of the loop, would take two. Where a mask is read by
-    hand, or sums beyond a table's ends are kept, of such a zero too: with whom a thread shares bits would take five."""
+    hand, or sums beyond a table's ends are kept, of such a zero too: with whom a thread shares bits would take four."""
     zero = "told >> 31"
     late = f" + ({zero})" if fills_registers(site) or is_full(site) or site.thirds else ""
     unknown = "0" if compares(site.spec) and not any(map(ends, site.loads)) else zero

@@ -67,7 +67,7 @@ def reserve_vectors(site: Site, out: Writer) -> None:
         _reserve(out, "start_ring", "gl.int32", "STAGES + 1", 1)
     if shares_words(site.spec, max(site.D, site.Dv)):
         for name in WORDS:
-            _reserve(out, name, "gl.int64", "STAGES + 1", "2, BLOCK_N // 8", "[1, 0]")
+            _reserve(out, name, "gl.int64", "STAGES + 1", "2, BLOCK_N // 8", "[0, 1]")  # so that no two of the eight words that a warp reads at once share a bank
     if compared(site.spec):
         _reserve(out, "cut_ring", "gl.int32", "STAGES + 1", 1)
     kinds = {FLOAT: "gl.float32", BOOL: "gl.int32"}
