@@ -85,8 +85,9 @@ def philox_by_words(seed, words, c1, c2, vary):
 
 @gluon.constexpr_function
 def words_layout(ROWS, COLUMNS, WARPS):
-    """Layout of a Philox call for each 16 elements of a (ROWS, COLUMNS) accumulator, by the row, its bit 0 and the column: that of
-    the accumulator, without bit 3 of the row and bits 0, 3, 4 of the column. Warps that rows do not need share the columns."""
+    """Layout of a Philox call for each 16 elements of a (ROWS, COLUMNS) accumulator, by the row, its bit 0 and the column: that
+    of the accumulator, without bit 3 of the row and bits 0, 3, 4 of the column. Warps that rows do not need share the
+    columns."""
     beside = WARPS * 16 // ROWS
     registers = [[0, 0, 4 << n] for n in range((COLUMNS // 32 // beside).bit_length() - 1)]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [1, 0, 0], [2, 0, 0]]
@@ -105,8 +106,8 @@ def own_halves(one, other, order):
 
 @gluon.jit
 def both_words(own, given, order):
-    """Two threads, whose rows differ in bit 0, have each made one call of two, for 16 columns or the next 16, and half of it is the
-    other's. A word of either call, and both again with the bytes of each half in the other order."""
+    """Two threads, whose rows differ in bit 0, have each made one call of two, for 16 columns or the next 16, and half of it is
+    the other's. A word of either call, and both again with the bytes of each half in the other order."""
     text: gl.constexpr = """{{ .reg .b32 o; shfl.sync.bfly.b32 o, $5, 4, 31, -1; prmt.b32 $0, $4, o, $6; prmt.b32 $1, $4, o, $7;
         prmt.b32 $2, $0, $0, 0x2301; prmt.b32 $3, $1, $1, 0x2301; }}"""
     four: gl.constexpr = (gl.uint32, gl.uint32, gl.uint32, gl.uint32)
