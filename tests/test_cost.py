@@ -104,7 +104,7 @@ def mean(ratios) -> float:
 
 
 def test_predicted_times_follow_those_of_another_day():
-    """None of these was fitted. In geometric mean within 12 % (measured: 7.4 %), each within 35 % (14 %), in the same order."""
+    """None of these was fitted. In geometric mean within 12 % (measured: 8.6 %, forwards under masks being faster since), each within 35 % (17 %), in the same order."""
     measured, predicted = zip(*recorded())
     off = [b / a for a, b in zip(measured, predicted)]
     assert mean(off) < 1.12 and max(map(abs, map(math.log, off))) < math.log(1.35)
@@ -166,7 +166,7 @@ def test_the_choice_is_as_good_as_the_best_measured_tiles():
 
 
 def test_predicted_times_of_the_held_out_half():
-    """Within 25 % in geometric mean (measured: 7.4 %), in the same order (rank correlation 0.996)."""
+    """Within 25 % in geometric mean (measured: 7.2 %), in the same order (rank correlation 0.996)."""
     own, _, predicted = zip(*judged(False))
     assert mean([p / m for p, m in zip(predicted, own)]) < 1.25
     assert spearman(own, predicted) > 0.9

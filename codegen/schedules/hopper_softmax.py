@@ -71,7 +71,7 @@ def descends(site: Site) -> bool:
 
 def _repays_round(site: Site) -> bool:
     """Two warpgroups of heads up to 96 that have a mask to ask for: does it gain to do what it cuts first? Under a soft cap, H200, N = 1024, 4096, 16384, % faster: head size 32 5, 8, 48 6, 7, 72 9, 10, 14, 80 8, 15, 17,
-    96 5, 7, 14; with dropout, whose bits come first (`draws_first`), at 64 alone: 1, 3, 0, a prefix 1, -1; 32 -8, 48 -4, 80 and 96 -8 to -6 %. Plain attention at 80 and 96 -10, -8."""
+    96 5, 7, 14; with dropout, whose bits come first (`draws_first`), at 64 alone: 2, 4, 1, a prefix 1, -1; 32 -10 to -8, 48 -6 to -3, 80 and 96 -9 to -3 %. Plain attention at 80 and 96 -10, -8."""
     if site.spec.dropout:
         return site.raw == QK and 48 < max(site.D, site.Dv) <= 64
     return _is_capped(site)
@@ -167,7 +167,7 @@ def weight_unit(site: Site) -> float:
 def draws_first(site: Site) -> bool:
     """Are dropout's bits worked out ahead of the softmax? Where its maximum else waits for all scores: H200, causal, N = 1k, 2k, 4k, 8k, 16k, % faster: head size 128 -1, 0, 1, 4, 6, 112 0, 0, 2, 5, 6,
     160 0, 2, 1, 2, 3; 192 at 4k, 16k -4, 1. Where two warpgroups ask for no mask in the loop: N = 1k, 4k, 16k, 64 without one 8, 15, 16, 48 10, 17; ALiBi at 64 2, 5, 7; T5's table without a mask 4, 3; -3 and -1 at 32,
-    -3 to -13 at 80 and 96, and beside tiles of a bias -3, 0. Under a soft cap 64 6, 6, 6, 80 and 96 8, 9 and 5, 7, but 32 -2, -4. Else 6 to 19 % slower, three warpgroups 30 to 60."""
+    -3 to -13 at 80 and 96, and beside tiles of a bias -3, -1. Under a soft cap 64 6, 6, 6, 80 and 96 8, 9 and 5, 7, but 32 -2, -4. Else 6 to 19 % slower, three warpgroups 30 to 60."""
     head = max(site.D, site.Dv)
     if not site.spec.dropout or head > 160 or site.warpgroups != 2:
         return False
