@@ -53,12 +53,18 @@ def philox(seed, c0, c1, c2, vary):
 
 
 @gluon.jit
+def column_of(c, odd):
+    """First column of a tile's Philox call c: of two calls side by side, where odd that for the next 16 columns."""
+    return c // 4 * 32 + c % 4 * 2 + odd * 16
+
+
+@gluon.jit
 def key_words(seed, z, j0, COLUMNS: gl.constexpr):
     """What a key and a batch index alone make of Philox's first three rounds, for the counters (key, any, z, 0) of keys from j0
     on, by bit 4 of the key and the rest of it: four words, with the round keys that meet them, as two numbers of 64 bits."""
     keys: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [1, 1], [1, 0])
     c = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, keys))[None, :]
-    c0 = (j0 + gl.arange(0, 2, gl.SliceLayout(1, keys))[:, None] * 16 + c // 4 * 32 + c % 4 * 2).to(gl.uint32)
+    c0 = (j0 + column_of(c, gl.arange(0, 2, gl.SliceLayout(1, keys))[:, None])).to(gl.uint32)
     k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     c1, _ = wide_product(z.to(gl.uint32) + c0 * 0, 0xCD9E8D57)              # round 1
     first, high = wide_product(c0, 0xD2511F53)
@@ -97,17 +103,19 @@ def words_layout(ROWS, COLUMNS, WARPS):
 
 
 @gluon.jit
-def own_halves(one, other, order):
-    """Keys along the rows: of two words with halves for two keys, those of a thread's own key and those of its neighbour's."""
+def parted(one, other, order):
+    """Keys along the rows: of two words with halves for two keys, those of a thread's own key, and those of its neighbour's.
+    order: of `prmt`, for its own."""
     text: gl.constexpr = "prmt.b32 $0, $2, $3, $4; prmt.b32 $1, $2, $3, $5;"
     given = [one, other, order, order ^ 0x2222]
     return gl.inline_asm_elementwise(text, "=&r,=&r,r,r,r,r", given, (gl.uint32, gl.uint32), is_pure=True, pack=1)
 
 
 @gluon.jit
-def both_words(own, given, order):
+def exchanged(own, given, order):
     """Two threads, whose rows differ in bit 0, have each made one call of two, for 16 columns or the next 16, and half of it is
-    the other's. A word of either call, and both again with the bytes of each half in the other order."""
+    the other's. A word of either call, and both again with the bytes of each half in the other order. order: of `prmt`, for the
+    first call's."""
     text: gl.constexpr = """{{ .reg .b32 o; shfl.sync.bfly.b32 o, $5, 4, 31, -1; prmt.b32 $0, $4, o, $6; prmt.b32 $1, $4, o, $7;
         prmt.b32 $2, $0, $0, 0x2301; prmt.b32 $3, $1, $1, 0x2301; }}"""
     four: gl.constexpr = (gl.uint32, gl.uint32, gl.uint32, gl.uint32)
@@ -127,14 +135,14 @@ def random_bits(seed, z, a0, b0, unknown, words_a, words_b, ROWS: gl.constexpr, 
     c = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(1, words)))[None, None, :]
     zero = gl.zeros([ROWS // 4, 2, COLUMNS // 8], gl.uint32, words)
     a = a0 + r // 4 * 16 + r % 4 * 2
-    b = b0 + c // 4 * 32 + c % 4 * 2 + odd * 16
+    b = b0 + column_of(c, odd)
     z = z.to(gl.uint32) + zero
-    order = odd.to(gl.uint32) + zero
+    second = odd.to(gl.uint32) + zero
     if TRANSPOSED:
         w0, w1, w2, w3 = philox(seed, a.to(gl.uint32) + zero, b.to(gl.uint32) + zero, z, zero)
-        halves = 0x5410 ^ order * 0x2222 ^ (a // 16 % 2).to(gl.uint32) * 0x4444
-        w0, w2 = own_halves(w0, w2, halves)
-        w1, w3 = own_halves(w1, w3, halves)
+        halves = 0x5410 ^ second * 0x2222 ^ (a // 16 % 2).to(gl.uint32) * 0x4444
+        w0, w2 = parted(w0, w2, halves)
+        w1, w3 = parted(w1, w3, halves)
     else:
         vary = (a >> 31).to(gl.uint32) + zero if VARY else zero
         if words_a is None:
@@ -143,9 +151,9 @@ def random_bits(seed, z, a0, b0, unknown, words_a, words_b, ROWS: gl.constexpr, 
             flat: gl.constexpr = gl.SliceLayout(0, words)
             found = words_a.load(flat)[None, :, :] + zero.to(gl.int64), words_b.load(flat)[None, :, :] + zero.to(gl.int64)
             w0, w1, w2, w3 = philox_by_words(seed, found, a.to(gl.uint32) + zero, z, vary)
-    order = 0x3210 ^ order * 0x4444
-    w0, x0, s0, t0 = both_words(w0, w2, order)
-    w1, x1, s1, t1 = both_words(w1, w3, order)
+    calls = 0x3210 ^ second * 0x4444
+    w0, x0, s0, t0 = exchanged(w0, w2, calls)
+    w1, x1, s1, t1 = exchanged(w1, w3, calls)
     if TRANSPOSED:
         low = gl.join(gl.join(w0, s0), gl.join(w1, s1))            # (…, bit 3 of the column, bit 3 of the row)
         high = gl.join(gl.join(x0, t0), gl.join(x1, t1))

@@ -61,7 +61,7 @@ def descends(site: Site) -> bool:
     """
     found, head = site.by_rows, max(site.D, site.Dv)
     rises = adds_position(site.raw) and not found.is_total and (head > 96 or is_ramped(site.raw, "j"))
-    if site.listed or site.warpgroups == 2 and not rises and (not _repays_round(site) if head <= 96 else Var("j") in site.raw.leaves):
+    if site.listed or site.warpgroups == 2 and not rises and (not _gains_cut_first(site) if head <= 96 else Var("j") in site.raw.leaves):
         return False
     if found.is_total:
         return not site.hides_beyond
@@ -69,7 +69,7 @@ def descends(site: Site) -> bool:
     return not together and cuts_last(found, ROWS if narrows(site) else ROWS * site.warpgroups, site.columns)
 
 
-def _repays_round(site: Site) -> bool:
+def _gains_cut_first(site: Site) -> bool:
     """Two warpgroups of heads up to 96 that have a mask to ask for: does it gain to do what it cuts first? Under a soft cap, H200, N = 1024, 4096, 16384, % faster: head size 32 5, 8, 48 6, 7, 72 9, 10, 14, 80 8, 15, 17,
     96 5, 7, 14; with dropout, whose bits come first (`draws_first`), at 64 alone: 2, 4, 1, a prefix 1, -1; 32 -10 to -8, 48 -6 to -3, 80 and 96 -9 to -3 %. Plain attention at 80 and 96 -10, -8."""
     if site.spec.dropout:
@@ -171,10 +171,10 @@ def draws_first(site: Site) -> bool:
     head = max(site.D, site.Dv)
     if not site.spec.dropout or head > 160 or site.warpgroups != 2:
         return False
-    if head > 64:
-        return head > 96 or _is_capped(site)
+    if head > 96 or _is_capped(site) and head > 48:
+        return True
     asks = site.listed or not descends(site) and not (site.by_rows.is_total and site.hides_beyond)
-    return head > 32 and (_is_capped(site) and head > 48 or not asks and not tile_loads(site))
+    return 32 < head <= 64 and not asks and not tile_loads(site)
 
 
 def reads_seed_late(site: Site) -> bool:

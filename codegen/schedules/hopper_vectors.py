@@ -56,8 +56,10 @@ def shares_words(spec: AttentionSpec, head: int) -> bool:
     return spec.dropout > 0 and 32 < head <= 64 and not any(map(ends, spec.score.loads))
 
 
-def _reserve(out: Writer, name: str, dtype: str, places: str | int, size: str | int, order: str = "[0]") -> None:
-    out.assign(name, f"gl.allocate_shared_memory({dtype}, [{places}, {size}], gl.SwizzledSharedLayout(1, 1, 1, {order}))")
+def _reserve(out: Writer, name: str, dtype: str, places: str | int, *sizes: str | int) -> None:
+    """A ring of tensors of these sizes, in memory with the first dimension innermost."""
+    shape = ", ".join(map(str, (places, *sizes)))
+    out.assign(name, f"gl.allocate_shared_memory({dtype}, [{shape}], gl.SwizzledSharedLayout(1, 1, 1, {[*range(len(sizes))]}))")
 
 
 def reserve_vectors(site: Site, out: Writer) -> None:
@@ -67,7 +69,7 @@ def reserve_vectors(site: Site, out: Writer) -> None:
         _reserve(out, "start_ring", "gl.int32", "STAGES + 1", 1)
     if shares_words(site.spec, max(site.D, site.Dv)):
         for name in WORDS:
-            _reserve(out, name, "gl.int64", "STAGES + 1", "2, BLOCK_N // 8", "[0, 1]")  # so that no two of the eight words that a warp reads at once share a bank
+            _reserve(out, name, "gl.int64", "STAGES + 1", 2, "BLOCK_N // 8")  # by bit 4 of the key first: no two of the eight words that a warp reads at once share a bank
     if compared(site.spec):
         _reserve(out, "cut_ring", "gl.int32", "STAGES + 1", 1)
     kinds = {FLOAT: "gl.float32", BOOL: "gl.int32"}

@@ -44,7 +44,7 @@ class Threads:
 
 
 def functions(watch: bool) -> types.SimpleNamespace:
-    """Of `gluon.KEEP_TILE`. watch: `both_words` says instead of bits whose they are."""
+    """Of `gluon.KEEP_TILE`. watch: what is exchanged says instead of bits whose it is."""
     layout: list[Threads] = []
 
     def linear(*bases):
